@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift import open as open_index
-from torchlift._system.text import printable
 from torchlift.cli.output import print_json, spelled
 from torchlift.errors import Argument, Hint
 
@@ -319,39 +318,10 @@ def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path) -> None:
     assert process.returncode == 141
 
 
-def test_main_returns_the_status_instead_of_exiting(small, capsys) -> None:
-    """The command can be called from Python; wrong usage comes back as 2."""
-    assert cli.main(["inspect", str(small)]) == 0
-    assert cli.main(["inspect", str(small) + ".not"]) == 1
-    assert cli.main(["--nothing"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
     """nan and infinity become null, wherever they are."""
     print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None, 2]], "b": "é"}
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("layer.0.weight", "layer.0.weight"),
-        ("重み", "重み"),
-        ("a\x1b[0m", r"a\x1b[0m"),
-        ("a\tb\x7f\x9b", r"a\tb\x7f\x9b"),
-        ("a\u202eb\u2066\ufeff", r"a\u202eb\u2066\ufeff"),
-        ("a\u2028b\ud800", r"a\u2028b\ud800"),
-    ],
-)
-def test_printable_text_keeps_what_can_be_read_and_escapes_the_rest(text, shown) -> None:
-    """Letters of any script stay; what a terminal obeys or hides is written out."""
-    assert printable(text) == shown
-
-
-def test_printable_text_may_keep_its_line_breaks() -> None:
-    """Text of several lines keeps them, and nothing else."""
-    assert printable("a\n\x1bb", lines=True) == "a\n\\x1bb"
 
 
 def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:

@@ -255,76 +255,10 @@ def test_models_take_tensors_of_allowed_classes(path: Any, make: str, source: An
     same(target[0].weight.data, expected[0].weight.data)
 
 
-def other_kinds() -> dict[str, torch.Tensor]:
-    dense = torch.tensor([[0.0, 1.5], [2.0, 0.0]])
-    quantised = torch.quantize_per_tensor(dense, 0.5, 1, torch.qint8)
-    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0, 1])
-    return {
-        "coo": dense.to_sparse(),
-        "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(),
-        "per_tensor": quantised,
-        "per_channel": torch.quantize_per_channel(dense, scales, zeros, 0, torch.qint8),
-    }
-
-
-def dense_of(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
-    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
-
-
 class Holds(nn.Module):
     def __init__(self, value: torch.Tensor, buffer: bool = True) -> None:
         super().__init__()
         self.register_buffer("w", value)
-
-
-kinds = pytest.mark.parametrize("kind", ["coo", "csr", "csc", "per_tensor", "per_channel"])
-quiet = pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantized tensor creation")
-
-
-@quiet
-@kinds
-@pytest.mark.parametrize("source", ["auto", "read"])
-def test_a_model_gets_what_torch_makes_of_other_tensors(path: Any, kind: str, source: Any) -> None:
-    """As a new tensor on meta, and into one of the same kind; the file's map is not written to."""
-    value = other_kinds()[kind]
-    saved(path, w=value)
-    for target in (
-        torchlift.skeleton(lambda: Holds(torch.zeros(2, 2))),
-        Holds(other_kinds()[kind] if kind.startswith("per") else value.clone()),
-    ):
-        torchlift.plan(target, path, source=source)
-        torchlift.load(target, path, source=source)
-        assert target.w.layout == value.layout
-        assert target.w.dtype == value.dtype
-        assert torch.equal(dense_of(target.w), dense_of(value))
-    live = Holds(torch.zeros(2, 2))
-    for call in (torchlift.plan, torchlift.load):
-        with pytest.raises(torchlift.PlacementError, match=r"'w': the value .* transform=lambda"):
-            call(live, path)
-    assert not live.w.any()
-
-
-@quiet
-@kinds
-@pytest.mark.parametrize("live", [False, True])
-def test_a_transform_gets_the_tensor_as_it_is_and_may_make_it_dense(
-    path: Any, kind: str, live: bool
-) -> None:
-    """Of every kind, into a model that holds plain numbers."""
-    value = other_kinds()[kind]
-    saved(path, w=value)
-    seen = []
-
-    def dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        seen.append((key, tensor.layout, tensor.dtype))
-        return dense_of(tensor)
-
-    model = Holds(torch.zeros(2, 2)) if live else torchlift.skeleton(Holds, torch.zeros(2, 2))
-    torchlift.load(model, path, transform=dense)
-    assert seen == [("w", value.layout, value.dtype)]
-    assert torch.equal(model.w, dense_of(value))
 
 
 ARRAYS = {
@@ -458,22 +392,6 @@ def test_an_array_of_objects_stays_blocked(path: Any) -> None:
     assert set(torchlift.open(path).blocked_keys) == {"o", "s"}
 
 
-def test_a_module_gets_the_array_of_its_extra_state(path: Any) -> None:
-    class Scaled(nn.Linear):
-        seen: Any = None
-
-        def get_extra_state(self) -> Any:
-            return {"mean": np.arange(3.0)}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.seen = state
-
-    model = Scaled(2, 2)
-    torch.save(model.state_dict(), path)
-    torchlift.load(model, path)
-    np.testing.assert_array_equal(model.seen["mean"], np.arange(3.0))
-
-
 class Holder(Int8):
     """A wrapper that has others among its attributes."""
 
@@ -526,29 +444,6 @@ def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -
     for allow in ([], [Holder]):
         with pytest.raises(torchlift.CheckpointError):
             torchlift.open(path, allow_classes=allow)
-
-
-class Hooked(Holds):
-    """Has loading code of its own, which gets to see the tensors."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__(value)
-        self.register_load_state_dict_pre_hook(lambda *arguments: None)
-
-
-@quiet
-@kinds
-@pytest.mark.parametrize("live", [False, True])
-def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> None:
-    """From a file, and from a state dict in memory."""
-    value = other_kinds()[kind]
-    saved(path, w=value)
-    for given in (path, {"w": value}):
-        blank = torchlift.skeleton(lambda: Hooked(torch.zeros(2, 2)))
-        model = Hooked(value.clone()) if live else blank
-        torchlift.load(model, given)
-        assert model.w.layout == value.layout
-        assert torch.equal(dense_of(model.w), dense_of(value))
 
 
 class Kept(Int8):

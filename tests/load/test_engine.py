@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -15,7 +13,6 @@ from small_models import Two, saved
 
 import torchlift
 from torchlift._model.slots import walk
-from torchlift._plan.decide import Step
 
 PACKAGE = Path(torchlift.__file__).parent
 #: Files of the package in which a function runs while two tensors are loaded, at most. Two only
@@ -53,18 +50,3 @@ def test_a_load_walks_over_the_modules_once_and_through_few_files(tmp_path):
     functions, calls = traced(path)
     assert calls[walk.__code__] == 1
     assert len(functions) <= FILES, "\n".join(sorted(functions))
-
-
-def test_a_step_is_decided_once():
-    """No line changes a step, or makes another one of it, outside of the file that decides."""
-    step = {field.name for field in fields(Step)} - {"key", "source"}
-    for path in (path for room in ("_plan", "_load") for path in (PACKAGE / room).glob("*.py")):
-        if path.name == "decide.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            parts = [part for each in targets for part in ast.walk(each)]
-            changed = [each.attr for each in parts if isinstance(each, ast.Attribute)]
-            assert step.isdisjoint(changed), f"{path.name}:{node.lineno}"
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replace":
-                assert getattr(node.args[0], "id", "") != "step", f"{path.name}:{node.lineno}"

@@ -261,12 +261,6 @@ def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(
     assert {*found.missing_keys} == fitting
 
 
-def test_a_set_of_letters_in_brackets_still_is_one() -> None:
-    """As in a shell."""
-    assert allowed(["a0", "a1", "a2", "a[01]"], ["a[01]"]) == {"a0", "a1", "a[01]"}
-    assert allowed(["ab", "a!b", "a[!b]"], ["a[!b]"]) == {"a[!b]"}
-
-
 def _best_of_three(function: Callable[[], object]) -> float:
     times = []
     for _ in range(3):
@@ -291,12 +285,3 @@ def test_many_names_and_patterns_take_about_as_long_as_one() -> None:
             many = _best_of_three(lambda: left_out(keys, (), include, exclude, ""))  # noqa: B023
             assert many < 20 * one, what
         assert _best_of_three(lambda: allowed(keys, some)) < 20 * one, what  # noqa: B023
-
-
-def test_a_pattern_that_starts_like_no_key_is_an_error() -> None:
-    """The keys before and after its place in order do not count."""
-    keys = ["a", "a.b", "a.b.c", "a.c", "b"]
-    assert allowed(keys, ["a.b*"]) == {"a.b", "a.b.c"}
-    assert allowed(keys, ["a.[bc]", "b", "b?"]) == {"a.b", "a.c", "b"}
-    with pytest.raises(MismatchError, match="no key fits"):
-        left_out(keys, (), ["*"], ["a.bb*"], "")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 SETUP = """
 import json, os, torch, tqdm, traceback, torchlift
-from torchlift import measure
+from torchlift import measure, remap
 from generated import Stack
 import torchlift._load.loading, torchlift._skeleton.construction
 
@@ -51,8 +51,14 @@ def work(case):
     options = dict(case["options"])
     if "dtype" in options:
         options["dtype"] = getattr(torch, options["dtype"])
+    if "device" in options:
+        options["device"] = remap.by_pattern(options["device"])
+    if "rename" in options:
+        options["rename"] = remap.rules([("^", "old.")]) | remap.strip("old.")
     model = build(case)
-    planned = torchlift.plan(model, case["path"], **options).peak_bytes
+    with measure.memory() as use:
+        planned = torchlift.plan(model, case["path"], **options).peak_bytes
+    assert use.added_anonymous < 4 << 20  # the index and the names
     transform = TRANSFORMS[case["transform"]]
     with measure.memory() as use:
         report = torchlift.load(model, case["path"], transform=transform, **options)
@@ -99,6 +105,11 @@ CASES: dict[str, dict[str, Any]] = {
     "transform to nothing": {"transform": "mean", "options": {"source": "read"}},
     "transform in place": {"transform": "in place", "options": {"source": "mmap"}},
     "misaligned": {"file": "misaligned", "options": {"source": "mmap"}},
+    "renamed and cast": {"options": {"rename": True, "dtype": "bfloat16"}},
+    "a part on disk": {
+        "options": {"source": "read", "device": {"^layers.[0-9].": "disk", "": "cpu"}}
+    },
+    "a layer missing": {"options": {"exclude": ["layers.7.*"], "allow_missing": ["layers.7.*"]}},
     "live misaligned": {"kind": "live", "file": "misaligned", "options": {}},
 }
 
@@ -152,7 +163,7 @@ def test_mapping_adds_less_than_20_mib(measured, case):
     "case",
     [
         "read", "read few", "read safetensors", "cast", "cast few", "cast from the map", "cast up",
-        "misaligned", "live cast",
+        "misaligned", "live cast", "renamed and cast",
     ],
 )  # fmt: skip
 def test_new_memory_is_the_destination_and_a_fixed_budget(measured, case):

@@ -7,27 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from quantised_files import F8, scaling, write_fp8
 from torch import nn
 
 import torchlift
 from torchlift import MismatchError, PlacementError
 
-F8 = torch.float8_e4m3fn
-
 
 def fp8(path: Path) -> torch.Tensor:
-    """Write a linear layer with a scale for each block of 128 rows and columns."""
-    codes = (torch.randn(300, 200) * 20).to(F8)
-    scale = torch.rand(3, 2) / 1e4
-    save_file({"0.weight": codes, "0.weight_scale_inv": scale, "0.bias": torch.rand(300)}, path)
-    return apply_scale(codes, scale)
-
-
-def apply_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply codes by the scales of their blocks."""
-    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+    """Write a quantised layer with a bias."""
+    return write_fp8(path, "0", **{"0.bias": torch.rand(300)})
 
 
 def plain(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -83,13 +72,8 @@ def test_the_way_out_loads_the_values(tmp_path: Path, is_live: bool, memory: boo
     with torchlift.open(path) as ckpt:
         given: Any = ckpt.state_dict() if memory else ckpt
         model = plain() if is_live else torchlift.skeleton(plain)
-
-        def transform(key: str, tensor: torch.Tensor) -> torch.Tensor:
-            scale = ckpt.get(f"{key}_scale_inv")
-            return tensor if scale is None else apply_scale(tensor, scale)
-
         torchlift.load(
-            model, given, transform=transform, exclude=["*weight_scale_inv"], dtype="bfloat16"
+            model, given, transform=scaling(ckpt), exclude=["*weight_scale_inv"], dtype="bfloat16"
         )
     assert torch.equal(model[0].weight, values.bfloat16())
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import collections
 from pathlib import Path
+from typing import Any
 
 import pytest
 from random_doors import DOORS, Door, run, run_shards
 
+import torchlift
+from torchlift import swap
 from torchlift.distributed import on_ranks
 
 pytestmark = [
@@ -25,6 +28,22 @@ def test_a_random_model_is_as_in_torch_by_every_door(door: Door, tmp_path: Path)
     ends = collections.Counter(run(seed, door, tmp_path) for seed in range(60))
     assert ends["loaded"] > 25
     assert ends["refused by both"] > 5
+
+
+@pytest.mark.parametrize("door", [DOORS[1], DOORS[8]])
+def test_the_flag_of_torch_that_swaps_on_conversion_changes_nothing(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a live model and of a skeleton."""
+    load = torchlift.load
+
+    def load_with_the_flag(*args: Any, **options: Any) -> Any:
+        with swap.preserving_references():
+            return load(*args, **options)
+
+    monkeypatch.setattr(torchlift, "load", load_with_the_flag)
+    ends = collections.Counter(run(seed, door, tmp_path) for seed in range(20))
+    assert ends["loaded"] > 8
 
 
 @pytest.mark.distributed

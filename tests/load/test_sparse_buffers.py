@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift.distributed import get_model_state_dict, set_model_state_dict
-from torchlift.errors import MismatchError
+from torchlift.errors import MismatchError, PlacementError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse", "ignore:torch.quantize_per", "ignore:TypedStorage"
@@ -24,13 +25,20 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "csc": torch.Tensor.to_sparse_csc,
     "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
     "quantised": lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+    "by channel": lambda dense: torch.quantize_per_channel(
+        dense, torch.ones(4), torch.zeros(4, dtype=torch.int64), 0, torch.qint8
+    ),
 }
 
 
 class Layer(nn.Module):
-    def __init__(self, mask: torch.Tensor) -> None:
+    """A buffer, and perhaps a hook, which gets to see what is loaded."""
+
+    def __init__(self, mask: torch.Tensor, hooked: bool = False) -> None:
         super().__init__()
         self.register_buffer("mask", mask)
+        if hooked:
+            self.register_load_state_dict_pre_hook(lambda *_: None)
 
 
 class Net(nn.Module):
@@ -43,11 +51,14 @@ class Net(nn.Module):
         self.b = Layer(made[0 if tied else 1])
 
 
+def dense_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+
+
 def shown(model: Any) -> tuple[Any, ...]:
     """Return the values of both masks, and whether they are one tensor."""
     masks = model.a.mask, model.b.mask
-    dense = [(each.dequantize() if each.is_quantized else each.to_dense()) for each in masks]
-    return *(each.tolist() for each in dense), masks[0] is masks[1]
+    return *(dense_of(each).tolist() for each in masks), masks[0] is masks[1]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
@@ -112,3 +123,40 @@ def test_a_failed_load_leaves_a_sparse_buffer_as_it_was(kind: str) -> None:
         torchlift.load(model, Net(kind, 3.0, False).state_dict())
     assert shown(model) == before
     assert model.a.mask is held
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dense_buffer_on_meta_becomes_what_the_checkpoint_has(
+    tmp_path: Path, kind: str, hooked: bool
+) -> None:
+    """Mapped or read, from a file and from memory; loading code of the model sees it as it is."""
+    value = KINDS[kind](torch.eye(4) * 3)
+    torch.save({"mask": value}, tmp_path / "x.pt")
+    for given in (tmp_path / "x.pt", {"mask": value}):
+        for source in ("auto", "read"):
+            model = torchlift.skeleton(Layer, torch.zeros(4, 4), hooked)
+            torchlift.plan(model, given, source=source)
+            torchlift.load(model, given, source=source)
+            assert same(model.mask, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_live_dense_buffer_takes_what_a_transform_makes_dense(tmp_path: Path, kind: str) -> None:
+    """The transform gets the tensor as it is. The error without it says so, and changes nothing."""
+    value, seen = KINDS[kind](torch.eye(4) * 3), []
+    torch.save({"mask": value}, tmp_path / "x.pt")
+
+    def make_dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((key, tensor.layout, tensor.dtype))
+        return dense_of(tensor)
+
+    live, blank = Layer(torch.zeros(4, 4)), torchlift.skeleton(Layer, torch.zeros(4, 4))
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(PlacementError, match=r"'mask': the value .* transform=lambda"):
+            call(live, tmp_path / "x.pt")
+    assert not live.mask.any()
+    for model in (live, blank):
+        torchlift.load(model, tmp_path / "x.pt", transform=make_dense)
+        assert torch.equal(model.mask, torch.eye(4) * 3)
+    assert seen == [("mask", value.layout, value.dtype)] * 2

@@ -32,28 +32,6 @@ def transposed(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("door", ["file", "memory", "transform"])
-@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"mode": "swap"}, {"dtype": "half"}])
-@pytest.mark.parametrize("is_live", [True, False])
-def test_a_load_keeps_the_strides_of_the_model(
-    tmp_path: Path, door: str, options: dict[str, Any], is_live: bool
-) -> None:
-    """As ``load_state_dict`` does, which copies into the parameters."""
-    path = tmp_path / "m.pt"
-    state = transposed(path)
-    model = Net() if is_live else torchlift.skeleton(Net)
-    if door == "transform":
-        options = {**options, "transform": lambda _, tensor: tensor}
-    torchlift.load(model, state if door == "memory" else path, **options)
-    like = Net()
-    like.load_state_dict(torch.load(path))
-    like = like.half() if "dtype" in options else like
-    for key, value in like.state_dict().items():
-        found = model.state_dict()[key]
-        assert torch.equal(found, value), key
-        assert found.stride() == value.stride(), key
-
-
 @pytest.mark.parametrize("is_live", [True, False])
 @pytest.mark.parametrize("options", [{"mode": "assign"}, {"mode": "assign", "source": "mmap"}])
 def test_assign_keeps_the_strides_of_the_file(

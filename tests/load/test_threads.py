@@ -121,6 +121,7 @@ from small_models import Two
 
 torch.set_num_threads(1)
 busy, mine = Two(256, 256), Two(256, 256)
+ckpt = torchlift.open(sys.argv[2])
 inside, leave = threading.Event(), threading.Event()
 
 def stay(key, tensor):
@@ -132,8 +133,10 @@ def fork(key, tensor):
     if key == "a":
         child = os.fork()
         if child == 0:
-            for model in (busy, mine):
-                torchlift.load(model, sys.argv[2], source="mmap")
+            for given in (sys.argv[2], ckpt):
+                for options in ({"source": "mmap"}, {"source": "read"}, {"dtype": torch.float64}):
+                    for model in (busy, mine):
+                        torchlift.load(model, given, **options)
             os._exit(not busy.a.unique().tolist() == mine.b.unique().tolist() == [2.0])
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     return tensor
@@ -145,16 +148,19 @@ assert inside.wait(60)
 load(mine, fork)
 leave.set()
 other.join()
-print(busy.a.unique().tolist(), mine.a.unique().tolist())
+print(busy.a.unique().tolist(), mine.a.unique().tolist(), ckpt["b"].unique().tolist())
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_child_that_is_forked_in_the_middle_of_loads_can_load(files: list[Path]) -> None:
-    """Into what its own thread was loading, and into what another thread of the parent was."""
+    """Into what its own thread was loading, and into what another thread of the parent was.
+
+    From a path, and from a checkpoint that is open in both processes.
+    """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), *map(str, files)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=LONG, check=False, env=env
     )
-    assert run.stdout.splitlines() == ["0", "[1.0] [1.0]"], run.stderr
+    assert run.stdout.splitlines() == ["0", "[1.0] [1.0] [2.0]"], run.stderr

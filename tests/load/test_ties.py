@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from same_model import all_tensors, assert_same_tensors, scrambled, ties_of
+import zoo
+from same_model import assert_same_tensors, scrambled, ties_of
 from torch import nn
 
 import torchlift
@@ -20,18 +22,8 @@ SOURCES = ("mmap", "read")
 every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOURCES)))
 
 
-class Tied(nn.Module):
-    """A head that is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.embed(ids))
-        return logits
+#: A head that is the embedding.
+Tied = partial(zoo.Tied, 5, 4)
 
 
 class SharedModule(nn.Module):
@@ -55,14 +47,11 @@ class SharedBuffers(nn.Module):
         self.weight = nn.Parameter(torch.randn(3))
 
 
-class Untied(nn.Module):
+def untied() -> nn.Module:
     """Three tensors that are nothing to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(4, 2))
-        self.b = nn.Parameter(torch.zeros(4, 2))
-        self.part = nn.Parameter(torch.zeros(2, 2))
+    return zoo.Holder(
+        {name: torch.zeros(4, 2) for name in ("a", "b")} | {"part": torch.zeros(2, 2)}
+    )
 
 
 def target(factory: Callable[[], nn.Module], live: bool) -> Any:
@@ -105,28 +94,6 @@ def test_either_name_of_a_tie_is_enough(name: str, mode: Any, source: Any, tmp_p
         assert set(report.loaded) == {"embed.weight", "head.weight"}
         assert model.embed.weight is model.head.weight
         assert torch.equal(model.embed.weight, weight)
-
-
-def test_the_tied_names_are_written_once(tmp_path: Path) -> None:
-    """The plan counts the bytes of a tie once."""
-    path = write(Tied().state_dict(), tmp_path)
-    plan = torchlift.plan(torchlift.skeleton(Tied), path, source="read")
-    assert plan.nbytes == plan.bytes_to_read == 80
-    assert plan.tied == (("embed.weight", "head.weight"),)
-    assert "tied (1): embed.weight = head.weight" in str(plan)
-
-
-@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
-def test_a_tied_weight_trains_once_per_step(live: bool, tmp_path: Path) -> None:
-    """An optimizer that was built before the load moves the one tensor by one step."""
-    wanted = scrambled(Tied())
-    model = target(Tied, live)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, wanted)]
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    for module, optimizer in zip((model, wanted), optimizers, strict=True):
-        module(torch.tensor([1, 2])).square().sum().backward()
-        optimizer.step()
-    assert_same_tensors(model, wanted)
 
 
 @every_way
@@ -191,13 +158,6 @@ def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> No
     assert model.head.weight is model.embed.weight
 
 
-def test_names_of_a_tie_with_different_shapes_are_a_mismatch(tmp_path: Path) -> None:
-    """The name whose shape is wrong is the one that is listed."""
-    path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.zeros(6, 4)}, tmp_path)
-    with pytest.raises(torchlift.MismatchError, match=r"head.weight: model \[5, 4\], checkpoint"):
-        torchlift.load(torchlift.skeleton(Tied), path)
-
-
 @every_way
 @pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
 def test_an_alias_of_the_file_is_copied_where_the_model_does_not_tie_it(
@@ -206,7 +166,7 @@ def test_an_alias_of_the_file_is_copied_where_the_model_does_not_tie_it(
     """Training one of two parameters that were saved as one storage leaves the other alone."""
     whole = torch.arange(8.0).view(4, 2)
     path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
-    model = target(Untied, live)
+    model = target(untied, live)
     torchlift.load(model, path, mode=mode, source=source)
     with torch.no_grad():
         model.a.add_(100)
@@ -221,35 +181,10 @@ def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
     """The report of a mapped load says which tensors got memory of their own, and why."""
     whole = torch.arange(8.0).view(4, 2)
     path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
-    report = torchlift.load(torchlift.skeleton(Untied), path, source="mmap")
+    report = torchlift.load(torchlift.skeleton(untied), path, source="mmap")
     notes = {key: item.note for key, item in report.loaded.items() if item.note}
     assert len(notes) == 2
     assert all("shares bytes with another key of the file" in note for note in notes.values())
-
-
-class Views(nn.Module):
-    """Two parameters that overlap in one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        flat = torch.arange(12.0)
-        self.a, self.b = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[4:].view(2, 4))
-
-
-@every_way
-@pytest.mark.parametrize("transform", [None, lambda key, value: value.mul_(2)])
-def test_two_parameters_over_one_memory_get_a_memory_each(
-    transform: Any, mode: Any, source: Any, tmp_path: Path
-) -> None:
-    """Only a parameter with two names is tied: a new one has no view into another one's memory."""
-    state = Views().state_dict()
-    path, model = write(state, tmp_path), torchlift.skeleton(Views)
-    torchlift.load(model, path, mode=mode, source=source, transform=transform)
-    factor = 1 if transform is None else 2
-    with torch.no_grad():
-        model.a.add_(100)
-    assert torch.equal(model.a, state["a"] * factor + 100)
-    assert torch.equal(model.b, state["b"] * factor)
 
 
 @every_way
@@ -268,16 +203,6 @@ def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: 
     torchlift.load(model, write({"head.weight": weight}, tmp_path), mode=mode, source=source)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.embed.weight, weight)
-
-
-def test_a_missing_tie_is_replayed_as_one_tensor(tmp_path: Path) -> None:
-    """Both names are missing, and one replayed tensor fills them."""
-    model = torchlift.skeleton(Tied)
-    report = torchlift.load(model, write({}, tmp_path), allow_missing=["*"])
-    assert report.missing_keys == ["embed.weight", "head.weight"]
-    assert report.replayed == ["embed.weight", "head.weight"]
-    assert model.head.weight is model.embed.weight
-    assert not any(tensor.is_meta for tensor in all_tensors(model).values())
 
 
 class Aliased(nn.Module):

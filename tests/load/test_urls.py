@@ -23,13 +23,14 @@ from failing_reads import readers
 from in_code import in_code
 from range_server import Answer, Asked, RangeServer, serving
 from safetensors.torch import save_file
+from small_models import state_of
 from torch import nn
 from valid_files import FORMATS
+from zoo import same
 
 import torchlift
 from torchlift._checkpoint.checkpoint import MappedViews
 from torchlift._sources.tensors import Copy, FileTensor, copy_values
-from torchlift._transfer.reading import read, requests_for
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
 from torchlift.errors import CheckpointError, IntegrityError, PlacementError
 
@@ -70,32 +71,10 @@ def saved(folder: Path, name: str, state: Any = None) -> dict[str, torch.Tensor]
     return state
 
 
-def look(model: nn.Module) -> list[Any]:
-    """Everything of a model that a load changes."""
-    return [
-        (name, id(tensor), tensor._version, tensor.is_meta or tensor.detach().numpy().tobytes())
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
-
-
 def taken(server: RangeServer, path: Path) -> int:
     """How many bytes of a file were asked for since the server was told to forget."""
     size = path.stat().st_size
     return sum(min(asked.stop or size, size) - asked.start for asked in server.asked)
-
-
-def bits(value: Any) -> Any:
-    """What a value is, so that NaN is itself; of a tensor its bytes, of whatever kind."""
-    if isinstance(value, torch.Tensor):
-        parts = [value.coalesce().indices(), value.coalesce().values()] if value.is_sparse else []
-        parts = [value.int_repr()] if value.is_quantized else parts or [value]
-        return [
-            (part.dtype, part.shape, part.contiguous().view(-1).view(torch.uint8).tolist())
-            for part in parts
-        ]
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -113,9 +92,9 @@ def test_every_format_gives_from_a_url_what_the_file_gives(
         url = f"memory://{uuid.uuid4().hex}/d"
         fsspec.filesystem("memory").put(str(folder), url, recursive=True)
     here, there = torchlift.open(path), torchlift.open(url)
-    assert bits({key: there[key] for key in there}) == bits({key: here[key] for key in here})
-    assert bits(there.state_dict()) == bits(here.state_dict())
-    assert bits(there.tree()) == bits(here.tree())
+    assert same({key: there[key] for key in there}, {key: here[key] for key in here})
+    assert same(there.state_dict(), here.state_dict())
+    assert same(there.tree(), here.tree())
     assert torchlift.diff(url, path).equal
     one, two = torchlift.verify(url), torchlift.verify(path)
     assert (one.ok, one.nbytes, len(one.checked)) == (two.ok, two.nbytes, len(two.checked))
@@ -129,11 +108,11 @@ def test_every_format_gives_from_a_url_what_the_file_gives(
             )
             names = {key: f"values.{number}" for number, key in enumerate(keys)}
             torchlift.load(model, ckpt, rename=names.get, allow_unexpected=["*"], source="read")
-            assert bits(list(model.values)) == bits([here[key] for key in keys])
+            assert same(list(model.values), [here[key] for key in keys])
         state = {key: torch.zeros_like(here[key]) for key in dense}
         with pytest.warns(UserWarning, match="torch.distributed is"):
             dcp.load(state, storage_reader=CheckpointReader(source))
-        assert bits(state) == bits({key: here[key] for key in dense})
+        assert same(state, {key: here[key] for key in dense})
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
@@ -155,9 +134,9 @@ def test_a_plan_says_how_many_requests_a_load_makes(
     url, model = server.url(name), make()
     dtype = options.get("dtype")
     planning = {key: value for key, value in options.items() if key != "verify"}
-    before = look(model)
+    before = state_of(model)
     plan = torchlift.plan(model, url, **planning)
-    assert look(model) == before
+    assert state_of(model) == before
     server.forget()
     torchlift.open(url)
     opening, sent = server.requests, taken(server, tmp_path / name)
@@ -245,23 +224,6 @@ def test_what_a_url_has_is_never_mapped(tmp_path: Path, server: RangeServer) -> 
             torchlift.load(on_meta(), server.url("m.pt"), **options)
 
 
-@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_a_bar_of_a_url_counts_the_bytes_of_the_tensors(
-    name: str, tmp_path: Path, server: RangeServer
-) -> None:
-    """And neither headers of records nor gaps, which come with them."""
-    want, counts = saved(tmp_path, name), list[int]()
-    ckpt = torchlift.open(server.url(name))
-    views = MappedViews(ckpt._index)
-    requests = [
-        request
-        for key, entry in ckpt.entries.items()
-        for request in requests_for(entry, torch.empty_like(want[key]), want[key].dtype)
-    ]
-    assert read(requests, views.files, advance=counts.append) == sum(counts)
-    assert sum(counts) == sum(tensor.nbytes for tensor in want.values())
-
-
 def test_aliases_of_a_url_stay_aliases_and_nothing_else_is_kept(
     tmp_path: Path, server: RangeServer
 ) -> None:
@@ -317,7 +279,7 @@ def test_a_load_of_which_some_bytes_fail_leaves_the_model_as_it_was(
     for name, value in values.items():
         empty = torch.empty_like(value, device="meta" if make is on_meta else "cpu")
         setattr(model, name, nn.Parameter(empty))
-    before = look(model)
+    before = state_of(model)
     ckpt = torchlift.open(server.url("m.safetensors"), storage_options=QUICK)
 
     def failing(asked: Asked, answer: Answer) -> None:
@@ -329,7 +291,7 @@ def test_a_load_of_which_some_bytes_fail_leaves_the_model_as_it_was(
         torchlift.load(model, ckpt)
     assert caught.value.file == server.url("m.safetensors")
     assert isinstance(caught.value, IntegrityError) or fault != "changed"
-    assert look(model) == before
+    assert state_of(model) == before
     assert not readers()
     server.fault = None
     torchlift.load(model, ckpt)
@@ -384,12 +346,12 @@ def test_an_optimizer_of_a_url_is_loaded_whole_or_not_at_all(
     server.fault = _gone
     with pytest.raises(CheckpointError, match=r"training\.pt"):
         load_optimizer(other, loaded, ckpt, root="optimizer")
-    assert bits(loaded.state_dict()) == bits(before)
+    assert same(loaded.state_dict(), before)
     server.fault = None
     server.forget()
     load_optimizer(other, loaded, url, root="optimizer", storage_options=QUICK)
     assert server.requests <= 8
-    assert bits(loaded.state_dict()) == bits(optimizer.state_dict())
+    assert same(loaded.state_dict(), optimizer.state_dict())
 
 
 def test_an_interrupt_ends_a_load_while_the_server_is_silent(
@@ -399,7 +361,7 @@ def test_an_interrupt_ends_a_load_while_the_server_is_silent(
     saved(tmp_path, "m.safetensors", {"w": torch.randn(8 * MIB)})
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(8 * MIB))
-    before, over, once = look(model), threading.Event(), threading.Lock()
+    before, over, once = state_of(model), threading.Event(), threading.Lock()
     ckpt = torchlift.open(server.url("m.safetensors"))
 
     def silent(asked: Asked, answer: Answer) -> None:
@@ -412,7 +374,7 @@ def test_an_interrupt_ends_a_load_while_the_server_is_silent(
         torchlift.load(model, ckpt)
     assert not over.is_set()
     over.set()
-    assert look(model) == before
+    assert state_of(model) == before
     assert not readers()
 
 

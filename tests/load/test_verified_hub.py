@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from hub_files import damage, hub_cache, hub_files
 from safetensors.torch import save_file
-from torch import nn
 
 import torchlift
 from torchlift.errors import IntegrityError
@@ -17,12 +18,7 @@ from torchlift.errors import IntegrityError
 NUMEL = 5000
 
 
-class Two(nn.Module):
-    """A model of the tensors of two shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.zeros(NUMEL)) for _ in range(2))
+Two = partial(zoo.Two, NUMEL)
 
 
 @pytest.fixture

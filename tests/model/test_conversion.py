@@ -63,22 +63,6 @@ def test_blocks_of_threads_may_overlap():
     assert not flag()
 
 
-def test_many_threads_leave_the_flag_as_it_was():
-    """Entries and exits in any order."""
-
-    def work():
-        for _ in range(200):
-            with swap.preserving_references():
-                assert flag()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not flag()
-
-
 @pytest.mark.parametrize(
     "convert",
     [

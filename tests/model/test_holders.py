@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from in_code import in_code
-from ranks import run_workers
+from ranks import on
 from small_models import saved
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import torchlift
 from torchlift import PlacementError, swap
+from torchlift._model.holders import Hold
 
 
 def network() -> nn.Sequential:
@@ -22,7 +26,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
+def computes_the_same(model: nn.Module, other: nn.Module) -> bool:
     """Whether both compute the same, bit by bit."""
     inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
     return torch.equal(model(inputs), other(inputs))
@@ -46,14 +50,14 @@ def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     average.update_parameters(model)
     before = [p.detach().clone() for p in average.parameters()]
     torchlift.load(model, path, mode=mode)
-    assert same(model, reference)
+    assert computes_the_same(model, reference)
     average.update_parameters(model)
     for was, now, new in zip(before, average.parameters(), model.parameters(), strict=True):
         # Numbers that nearly cancel have no relative precision to hold them to.
         assert torch.allclose(now, (was + new) / 2, atol=1e-6)
     held = list(average.parameters())
     torchlift.load(average, path, mode=mode, strict=False, rename=lambda key: "module." + key)
-    assert same(average, reference)
+    assert computes_the_same(average, reference)
     assert all(now is then for now, then in zip(average.parameters(), held, strict=True))
 
 
@@ -121,7 +125,7 @@ def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
 
     torch.compile(model, backend=backend)(torch.ones(1, 4))
     assert guarding == ["0.weight"]
-    assert same(model, reference)
+    assert computes_the_same(model, reference)
     torch._dynamo.reset()
 
 
@@ -134,21 +138,67 @@ def test_a_parametrized_layer(tmp_path, mode, kind):
     model(torch.ones(1, 4)).sum().backward()
     model.zero_grad()
     torchlift.load(model, saved(reference.state_dict(), tmp_path), mode=mode)
-    assert same(model, reference)
+    assert computes_the_same(model, reference)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert not same(model, reference)
+    assert not computes_the_same(model, reference)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_replicas_stay_replicas(tmp_path, ranks):
-    """Under DistributedDataParallel, in processes of their own."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """A few steps on inputs that differ between the ranks."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.full((2, 4), float(dist.get_rank() + step))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def agree(model: nn.Module) -> bool:
+    """Whether all ranks have the same parameters."""
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    return all(torch.equal(mine, other) for other in everyones)
+
+
+@on(1, 2)
+def test_replicas_stay_replicas(folder: Path) -> None:
+    """Under DistributedDataParallel: load with every mode under the wrapper, and train on."""
     torch.manual_seed(5)
-    saved(network().state_dict(), tmp_path)
-    assert run_workers(Path(__file__).with_name("replicated.py"), ranks, tmp_path) == {
-        "replicas": ""
-    }
+    path = folder / "model.pt"
+    if dist.get_rank() == 0:
+        saved(network().state_dict(), folder)
+    dist.barrier()
+    model = network()
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(torch.load(path))
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
+    train(replica, optimizer, 2)
+    blockers = swap.preflight(model)
+    assert {item.key for item in blockers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for item in blockers:
+        assert item.kinds == {Hold.REDUCER}, item
+    with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
+        torchlift.load(model, path, mode="swap")
+    with pytest.raises(PlacementError, match="Load before you wrap the module"):
+        torchlift.load(model, path, dtype=torch.float64)
+    # Something else that holds a parameter does not hide the hooks.
+    view = model[2].bias.view(1, 2)
+    assert swap.preflight(model)[3].kinds == {Hold.VIEW, Hold.REDUCER}
+    last = {"2.bias": "2.bias"}.get
+    with pytest.raises(PlacementError, match="Load before you wrap the module"):
+        torchlift.load(model, path, rename=last, dtype=torch.float64, strict=False)
+    assert view._base is model[2].bias
+    del view
+    report = torchlift.load(replica, path, rename=lambda key: "module." + key)
+    assert set(report.mode.values()) == {"copy"}
+    other = DistributedDataParallel(reference)
+    train(replica, optimizer, 5)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.01), 5)
+    for mine, wanted in zip(replica.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+    assert agree(replica)
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from small_models import saved
@@ -11,59 +9,6 @@ from torch import nn
 
 import torchlift
 from torchlift.errors import PlacementError
-
-
-class Bank(nn.Module):
-    """A memory bank that becomes as large as the one that is loaded."""
-
-    def __init__(self, size: int = 0, how: str = "assign") -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(size, 2))
-        self.how = how
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        shape = state[prefix + "bank"].shape
-        if self.how == "assign":
-            self.bank = torch.zeros(shape)
-        else:
-            self.bank.resize_(shape)
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-@pytest.mark.parametrize("how", ["assign", "resize"])
-@pytest.mark.parametrize("mode", ["auto", "copy", "swap", "assign"])
-@pytest.mark.parametrize("memory", [True, False])
-def test_a_buffer_that_takes_the_shape_of_the_file_is_loaded(tmp_path, how, mode, memory) -> None:
-    """As in load_state_dict; it is the model's own, and a plan leaves the old one."""
-    wanted = torch.rand(5, 2)
-    given = {"bank": wanted.clone()} if memory else saved({"bank": wanted}, tmp_path)
-    model = Bank(how=how)
-    torchlift.plan(model, given, mode=mode)
-    assert model.bank.shape == (0, 2)
-    torchlift.load(model, given, mode=mode)
-    assert torch.equal(model.bank, wanted)
-    if memory:
-        model.bank.zero_()
-        assert torch.equal(given["bank"], wanted)
-
-
-def test_a_failed_load_gives_the_old_size_back() -> None:
-    """With the same tensor."""
-    model = nn.Sequential(Bank(), nn.Linear(1, 1))
-    bank = model[0].bank
-    with pytest.raises(torchlift.MismatchError, match="missing"):
-        torchlift.load(model, {"0.bank": torch.ones(5, 2)})
-    assert model[0].bank is bank
-    assert bank.shape == (0, 2)
-
-
-def test_observers_of_torch_ao_are_loaded() -> None:
-    """They resize what they have seen."""
-    wanted = torch.ao.quantization.PerChannelMinMaxObserver()
-    wanted(torch.randn(4, 3))
-    made = torch.ao.quantization.PerChannelMinMaxObserver()
-    torchlift.load(made, wanted.state_dict())
-    assert torch.equal(made.min_val, wanted.min_val)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -87,18 +32,6 @@ def test_int8_modules_of_torch_ao_load_from_memory_and_from_a_file(tmp_path, kin
         made = make()
         torchlift.load(made, source)
         assert torch.equal(made(inputs), wanted(inputs))
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-@pytest.mark.parametrize("live", [True, False])
-def test_a_lazy_module_loads_from_memory_as_from_a_file(live: bool) -> None:
-    """It gets its shape from the state dict."""
-    wanted = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    factory = lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())  # noqa: E731
-    made = factory() if live else torchlift.skeleton(factory)
-    torchlift.load(made, wanted.state_dict())
-    inputs = torch.rand(2, 3)
-    assert torch.equal(made(inputs), wanted(inputs))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")

@@ -102,56 +102,6 @@ def test_what_a_hook_writes_is_gone_after_a_plan_and_after_a_failed_load(
     assert everything(model) == before
 
 
-def test_what_a_hook_of_the_model_writes_to_a_module_inside_is_taken_back() -> None:
-    """It was loaded by then: its loaded value goes, too."""
-    model = nn.Sequential(Rich(), nn.Linear(2, 2))
-    model.register_load_state_dict_post_hook(lambda *_: bump(model[0]))
-    before = everything(model)
-    with pytest.raises(MismatchError, match=r"1\.weight"):
-        torchlift.load(model, {"0.weight": torch.rand(2, 2), "0.bias": torch.rand(2)})
-    assert everything(model) == before
-
-
-def test_a_post_hook_runs_once_where_names_may_be_missing() -> None:
-    """What it adds is added once, as in torch."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].register_load_state_dict_post_hook(bump)
-    state = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
-    torchlift.load(model, state, allow_missing=["1.*"])
-    assert model[0].bias.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("live", [True, False], ids=["live", "skeleton"])
-@pytest.mark.parametrize("how", ["in place", "through data", "other data"])
-@pytest.mark.parametrize("tie", ["module", "parameter"])
-def test_a_post_hook_that_writes_before_torch_loads_again_writes_as_in_torch(
-    tie: str, how: str, live: bool
-) -> None:
-    """torch loads the tensor again, over what the hook wrote, and calls the hook again."""
-
-    def make() -> nn.Sequential:
-        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
-        if tie == "module":
-            model[2] = model[0]
-        else:
-            model[2].bias = model[0].bias
-        model[0].register_load_state_dict_post_hook(
-            lambda module, _: (WRITES[how](module), None)[1]
-        )
-        return model
-
-    right, model = make(), make() if live else torchlift.skeleton(make)
-    state = {key: torch.full_like(value, 3) for key, value in right.state_dict().items()}
-    right.load_state_dict(state)
-    if tie == "parameter" and not live:  # the other name has the value without the write
-        with pytest.raises(MismatchError, match="ties two keys that have different values"):
-            torchlift.load(model, state)
-        return
-    torchlift.load(model, state)
-    assert model[0].bias.tolist() == right[0].bias.tolist()
-    assert model[2].bias.tolist() == right[2].bias.tolist()
-
-
 def test_post_hooks_run_in_the_order_of_torch() -> None:
     """Children in their order, and each before its parent."""
     orders = []
@@ -229,28 +179,6 @@ def test_code_that_writes_into_another_module_before_the_verdict_is_refused(
     assert torch.equal(model[0].bias, state["0.bias"] + 1)
 
 
-@pytest.mark.parametrize("how", ["in place", "through data", "through NumPy"])
-def test_what_a_hook_writes_to_its_own_tensors_stays_if_the_checkpoint_has_no_value(
-    how: str,
-) -> None:
-    """As in torch; after a plan and after a failed load it is gone."""
-    ours, theirs = nn.Sequential(Rich()), nn.Sequential(Rich())
-    theirs.load_state_dict(ours.state_dict())
-    for model in (ours, theirs):
-        model[0].register_load_state_dict_pre_hook(lambda m, *_: (WRITES[how](m), None)[1])
-    state, bias = {"0.weight": torch.zeros(2, 2)}, ours[0].bias
-    before = look(ours)
-    torchlift.plan(ours, state, strict=False)
-    with pytest.raises(MismatchError):
-        torchlift.load(ours, state)
-    assert look(ours) == before
-    with pytest.warns(UserWarning, match="bias"):
-        torchlift.load(ours, state, strict=False)
-    theirs.load_state_dict(state, strict=False)
-    assert ours[0].bias is bias
-    assert torch.equal(ours[0].bias, theirs[0].bias)
-
-
 @pytest.mark.parametrize("how", ["mul_", "data", "numpy"])
 def test_code_of_the_model_never_writes_to_the_tensors_of_a_caller(how: str) -> None:
     """A hook scales its copy; the model gets these values, and the caller's stay."""
@@ -291,22 +219,6 @@ def test_a_graph_from_before_a_failed_load_goes_backward() -> None:
         torchlift.load(model, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
     loss.backward()
     assert model[1].weight.grad is not None
-
-
-def test_a_hook_of_a_module_that_loads_itself_sees_and_changes_that_module() -> None:
-    """A parameter of another size, which it makes, is the one that is loaded."""
-
-    class Own(nn.Linear):
-        def _load_from_state_dict(self, *rest: Any) -> None:
-            super()._load_from_state_dict(*rest)
-
-    def grow(module: Any, state: Any, prefix: str, *_: Any) -> None:
-        module.weight = nn.Parameter(torch.zeros(state[prefix + "weight"].shape))
-
-    model = nn.Sequential(Own(2, 2, bias=False))
-    model[0].register_load_state_dict_pre_hook(grow)
-    torchlift.load(model, {"0.weight": torch.ones(3, 2)})
-    assert model[0].weight.tolist() == [[1, 1]] * 3
 
 
 def test_a_module_hears_the_version_of_its_own_also_without_tensors_of_its_own(tmp_path) -> None:

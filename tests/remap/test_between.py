@@ -128,23 +128,20 @@ def test_the_error_for_a_gguf_file_names_the_rename_that_loads_it(tmp_path):
     )
 
 
-def test_names_alone_load_cleanly_and_compute_something_else(tmp_path):
-    """Which is what the rule is for."""
-    model = small_model("LlamaForCausalLM")
-    path = write_gguf(model, tmp_path / "m.gguf", extra=False)
-    rule = remap.from_to("gguf->transformers", model)
-    wrong = torchlift.skeleton(type(model), model.config)
-    torchlift.load(wrong, path, rename=lambda key: rule(key))
-    with torch.no_grad():
-        expected = model(**inputs(model)).logits
-        assert not torch.allclose(wrong.eval()(**inputs(model)).logits, expected, atol=0.1)
-        assert torch.equal(loaded(model, path)(**inputs(model)).logits, expected)
-
-
-def test_falcon_40b_has_its_heads_in_groups(tmp_path):
-    """As llama.cpp takes them apart; transformers 5.23 leaves the rows where they are."""
-    changes = {"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": True}
-    model = small_model("FalconForCausalLM", **changes)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (  # transformers 5.23 leaves the rows where they are
+            "FalconForCausalLM",
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": True},
+        ),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ],
+    ids=["groups", "biases"],
+)
+def test_heads_are_ordered_as_llama_cpp_takes_them_apart(tmp_path, name, changes):
+    """Of Falcon 40B, which has them in groups, and of LLaMA with biases, as InternLM has them."""
+    model = small_model(name, **changes)
     path = write_gguf(model, tmp_path / "m.gguf")
     for key, tensor in loaded(model, path).state_dict().items():
         assert same(tensor, model.state_dict()[key]), key
@@ -172,14 +169,6 @@ def test_a_head_is_not_tied_to_embeddings_that_differ(tmp_path):
     model.tie_weights()
     with pytest.raises(MismatchError, match="ties two keys that have different values"):
         loaded(model, path)
-
-
-def test_heads_with_biases_are_ordered_as_their_rows(tmp_path):
-    """Of LLaMA with biases, as InternLM has them."""
-    model = small_model("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    for key, tensor in loaded(model, path).state_dict().items():
-        assert same(tensor, model.state_dict()[key]), key
 
 
 def test_experts_may_be_fused_in_the_file(tmp_path):
@@ -482,8 +471,3 @@ def test_without_the_package_there_are_no_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match="pip install gguf"):
         remap.from_to("gguf->transformers", model)
-
-
-def test_the_docstring_lists_what_it_knows() -> None:
-    known = remap.between._GGUF
-    assert [kind for kind in known if f"``{kind}``" not in str(remap.from_to.__doc__)] == []

@@ -26,16 +26,6 @@ class Views(nn.Module):
         self.other = nn.Parameter(torch.ones(2))
 
 
-class Apart(nn.Module):
-    """The same names, each with a memory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("full", (3, 4)), ("row", (4,)), ("rest", (4, 2))):
-            self.register_buffer(name, torch.zeros(shape))
-        self.other = nn.Parameter(torch.ones(2))
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """`Views` with other values, as torch.save stores it: one storage for three keys."""
@@ -74,13 +64,6 @@ def test_views_have_their_values_after_every_kind_of_load(path, kind, options) -
     assert same(model.full, expected)
     assert same(model.rest, expected[1:].t())
     assert same(model.row, expected[1])
-
-
-def test_what_only_the_file_stores_together_is_kept_apart(path) -> None:
-    """Two tensors over one memory would train each other."""
-    model = torchlift.skeleton(Apart)
-    torchlift.load(model, path)
-    assert memories(model) == 3
 
 
 def test_a_transform_gets_and_gives_each_view_by_itself(path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from interrupting import Step, in_turn
+from save_states import number_of, state_of
 
 import torchlift
 
@@ -25,19 +26,6 @@ WAYS = {
     "sharded": ("x.safetensors.index.json", {"max_shard_size": 100}),
     "dcp": ("x", {"format": "dcp"}),
 }
-
-
-def state_of(number: float) -> dict[str, torch.Tensor]:
-    """A state of which every value says which one it is."""
-    return {f"t{at}": torch.full((20,), number) for at in range(3)}
-
-
-def number_of(path: Path) -> float:
-    """Which state a checkpoint is, all of it."""
-    assert torchlift.verify(path).ok, path
-    with torchlift.open(path) as ckpt:
-        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
-    return number
 
 
 def descriptors() -> list[str]:

@@ -390,19 +390,6 @@ def test_what_appears_during_a_conversion_is_not_replaced(tmp_path: Path, format
     assert len(os.listdir(head.parent)) == (1 if format == "dcp" else 2)
 
 
-def test_what_is_merged_is_divided_again_by_the_reversed_rule(tmp_path: Path) -> None:
-    """Into the same values."""
-    state = {f"l.{at}.{name}.weight": torch.randn(4, 3) for at in range(2) for name in "qkv"}
-    source, merged, back = (tmp_path / name for name in ("x.pt", "m.safetensors", "b.pt"))
-    torch.save(state, source)
-    names = [f"l.*.{name}.weight" for name in "qkv"]
-    rule = remap.merge(names, "l.*.qkv.weight", cat=0)
-    torchlift.convert(source, merged, rename=rule)
-    assert torchlift.open(merged)["l.1.qkv.weight"].shape == (12, 3)
-    torchlift.convert(merged, back, rename=rule.reversed())
-    assert torchlift.diff(source, back).equal
-
-
 def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path: Path) -> None:
     """Before anything is written."""
     torchlift.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
@@ -424,30 +411,6 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
     with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3, which is neither str"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=lambda key: 3)
     assert os.listdir(tmp_path) == ["x.pt"]
-
-
-@pytest.mark.parametrize("source", ["x.pt", "dcp", "x.safetensors"])
-@pytest.mark.parametrize("command", [False, True])
-def test_a_root_may_be_the_beginning_of_names(tmp_path: Path, source: str, command: bool) -> None:
-    """As for `open`: also onto the source itself, from a tree that is saved, and in the tree."""
-    state = {"encoder.0.w": torch.ones(2), "encoder.0.b": torch.zeros(2), "head.w": torch.ones(3)}
-    format = {"x.pt": "torch-zip", "dcp": "dcp", "x.safetensors": "safetensors"}[source]
-    src = tmp_path / source
-    torchlift.save(state, src, format=format)
-    with torchlift.open(src) as ckpt:
-        assert ckpt.tree("encoder.0").keys() == {"w", "b"}
-    with torchlift.open(src, root="encoder") as ckpt:
-        assert torchlift.save(ckpt, tmp_path / "saved.pt").tensors == 2
-    if command:
-        arguments = [str(src), str(src), "--root", "encoder", "--overwrite", "--format", format]
-        assert main(["convert", *arguments]) == 0
-    else:
-        report = torchlift.convert(src, src, root="encoder", overwrite=True, format=format)
-        assert (report.tensors, report.lost) == (2, {})
-    for path in (src, tmp_path / "saved.pt"):
-        with torchlift.open(path) as ckpt:
-            assert sorted(ckpt) == ["0.b", "0.w"]
-            assert torch.equal(ckpt["0.w"], torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -505,21 +468,6 @@ def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
         assert file.metadata()["by"] == "me"
     report = torchlift.convert(tmp_path / "x.safetensors", tmp_path / "y.pt")
     assert report.lost == {"(metadata)": "the format has no place for by"}
-
-
-def test_blocks_of_gguf_are_computed_and_cast(tmp_path: Path) -> None:
-    """The values that the blocks stand for."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    torchlift.convert(tmp_path / "x.gguf", tmp_path / "g.safetensors", dtype="bfloat16")
-    assert torch.equal(load_file(tmp_path / "g.safetensors")["q"], torch.ones(2, 32).bfloat16())
 
 
 _CONVERT = "torchlift.convert(*args[:2], overwrite=True, **args[2])"
@@ -799,3 +747,18 @@ def test_a_transform_may_return_a_conjugate_view(tmp_path: Path) -> None:
         tmp_path / "x.pt", tmp_path / "x.safetensors", transform=lambda key, t: t.conj()
     )
     assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], number.conj())
+
+
+def test_blocks_of_gguf_are_computed_and_cast(tmp_path: Path) -> None:
+    """The values that the blocks stand for."""
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    torchlift.convert(tmp_path / "x.gguf", tmp_path / "g.safetensors", dtype="bfloat16")
+    assert torch.equal(load_file(tmp_path / "g.safetensors")["q"], torch.ones(2, 32).bfloat16())

@@ -22,6 +22,8 @@ import pytest
 import torch
 from failing_reads import failing
 from forked import PIPE, Forked
+from save_states import number_of
+from save_states import state_of as small_state_of
 
 import torchlift
 from torchlift.errors import CheckpointError, IntegrityError
@@ -38,20 +40,7 @@ WAYS = {
 }
 each_way = pytest.mark.parametrize("way", WAYS)
 COUNT, SIZE = 6, 20_000
-
-
-def state_of(number: float) -> dict[str, torch.Tensor]:
-    """A state of which every value says which one it is."""
-    return {f"t{at}": torch.full((SIZE,), float(number)) for at in range(COUNT)}
-
-
-def number_of(path: Path) -> float:
-    """Which state a checkpoint is, all of it."""
-    assert torchlift.verify(path).ok
-    with torchlift.open(path) as ckpt:
-        assert len(ckpt) == COUNT
-        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
-    return number
+state_of = partial(small_state_of, count=COUNT, size=SIZE)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -247,23 +236,6 @@ def test_a_folder_one_may_not_write_to_is_an_error(way: str) -> None:
         finally:
             os.seteuid(user)
         assert os.listdir(folder) == []
-
-
-@each_way
-def test_saving_onto_what_is_mapped_is_right(tmp_path: Path, way: str) -> None:
-    """The state that is mapped from the file is written to that file, again and again."""
-    name, options = WAYS[way]
-    path = tmp_path / name
-    torchlift.save(state_of(1), path, **options)
-    for _ in range(3):
-        mapped = torchlift.open(path).state_dict()
-        mapped["t3"] = mapped["t3"] + 1
-        torchlift.save(mapped, path, **options)
-    with torchlift.open(path) as ckpt:
-        assert ckpt["t3"].unique().tolist() == [4]
-        assert ckpt["t2"].unique().tolist() == [1]
-    torchlift.save(torchlift.open(path), path, **options)
-    assert torchlift.open(path)["t3"].unique().tolist() == [4]
 
 
 _WRITER = """

@@ -220,12 +220,8 @@ def test_it_takes_the_arguments_that_a_path_takes() -> None:
             torchlift.save(STATE, io.BytesIO(), **wrong)
 
 
-def test_a_file_that_only_goes_on_or_takes_nothing(tmp_path: Path) -> None:
-    """One that compresses cannot look for its end; one that is open for reading says so."""
-    with gzip.open(tmp_path / "x.gz", "wb") as file:
-        torchlift.save(STATE, file)
-    with gzip.open(tmp_path / "x.gz", "rb") as file:
-        assert torch.equal(torch.load(io.BytesIO(file.read()))["b"], STATE["b"])
+def test_a_file_that_is_open_for_reading_says_so(tmp_path: Path) -> None:
+    """Its content stays."""
     (tmp_path / "r").write_bytes(b"12345")
     with (tmp_path / "r").open("rb") as file, pytest.raises(CheckpointError, match="be written"):
         torchlift.save(STATE, file)
@@ -270,7 +266,7 @@ def test_it_gets_the_bytes_and_what_it_makes_of_them_is_its_own(
 
 
 def test_members_of_an_archive_and_temporary_files_hold_good_data(tmp_path: Path) -> None:
-    """Also a map of a file that has the room, and not one that has not."""
+    """Also a map that has the room."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive, archive.open("model", "w") as file:
         torchlift.save(STATE, file)
     with zipfile.ZipFile(tmp_path / "x.zip") as archive, archive.open("model") as file:
@@ -289,11 +285,6 @@ def test_members_of_an_archive_and_temporary_files_hold_good_data(tmp_path: Path
         torchlift.save(STATE, room, format="safetensors")
         header = int.from_bytes(room[:8], "little")
         assert torchlift.diff(io.BytesIO(room[: 8 + header + 36]), STATE).equal
-    with mmap.mmap(-1, 100) as room:
-        room.write(b"before")
-        with pytest.raises(CheckpointError, match="room for the file"):
-            torchlift.save(STATE, room)
-        assert room.tell() == 6
 
 
 def test_text_files_of_any_class_are_refused(tmp_path: Path) -> None:

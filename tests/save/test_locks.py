@@ -8,14 +8,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 
 import pytest
-import torch
 from forked import Forked
+from limits import limits
+from save_states import number_of, state_of
 
 import torchlift
 from torchlift import CheckpointError
@@ -30,19 +29,6 @@ fcntl.flock(folder, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
-
-
-def state_of(number: float) -> dict[str, torch.Tensor]:
-    """A state of which every value says which one it is."""
-    return {name: torch.full((9,), number) for name in "abc"}
-
-
-def number_of(path: Path) -> float:
-    """Which state a checkpoint is, all of it."""
-    assert torchlift.verify(path).ok
-    with torchlift.open(path) as ckpt:
-        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
-    return number
 
 
 def save_sharded(number: float, folder: Path) -> None:
@@ -80,12 +66,10 @@ def told(tell: Callable[[str], object]) -> Iterator[None]:
         yield
 
 
+@limits(patience=0.05)
 @pytest.mark.parametrize("save", SAVES)
-def test_a_save_that_waits_for_another_process_names_it(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_waits_for_another_process_names_it(save: Save, tmp_path: Path) -> None:
     """Once: folder, time, process and host; it ends when that process unlocks."""
-    monkeypatch.setattr(write, "_PATIENCE", 0.05)
     folder = tmp_path / "run"
     save(1, folder)
     seen: list[str] = []
@@ -105,12 +89,10 @@ def test_a_save_that_waits_for_another_process_names_it(
     assert not parts(folder)
 
 
+@limits(patience=0.05)
 @pytest.mark.parametrize("save", SAVES)
-def test_ctrl_c_ends_a_wait_and_the_next_save_works(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_a_wait_and_the_next_save_works(save: Save, tmp_path: Path) -> None:
     """The older checkpoint is in place, and what was begun is gone after the next save."""
-    monkeypatch.setattr(write, "_PATIENCE", 0.05)
     folder = tmp_path / "run"
     save(1, folder)
     kept = []
@@ -127,36 +109,6 @@ def test_ctrl_c_ends_a_wait_and_the_next_save_works(
     save(3, folder)
     assert number_of(folder) == 3
     assert not parts(folder)
-
-
-@pytest.mark.parametrize("save", SAVES)
-def test_a_second_interrupt_while_a_save_is_undone_leaves_no_lock(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A notebook keeps the traceback, and with it everything that the save had."""
-    folder, kept = tmp_path / "run", list[BaseException]()
-    save(1, folder)
-
-    def interrupt(*_: object) -> Any:
-        raise KeyboardInterrupt
-
-    for at in ("_replace_head", "_choose_names"):
-        with monkeypatch.context() as patch:
-            patch.setattr(write.AtomicSet, at, interrupt)
-            patch.setattr(write.AtomicSet, "close", interrupt)
-            patch.setattr(write.LockedFile, "close", interrupt)
-            patch.setattr(write.AtomicFile, "close", interrupt)
-            try:
-                torchlift.save(state_of(2), folder / INDEX, max_shard_size=40)
-            except (KeyboardInterrupt, CheckpointError) as error:
-                kept.append(error)
-        own = os.open(folder, os.O_RDONLY)
-        flock(own, LOCK_EX | LOCK_NB)
-        os.close(own)
-        save(3, folder)
-        assert number_of(folder) == 3
-        assert not parts(folder)
-    kept.clear()
 
 
 def test_threads_that_save_to_one_folder_take_turns(tmp_path: Path) -> None:

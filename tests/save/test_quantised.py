@@ -8,38 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_files import scaling, write_fp8
 from safetensors.torch import load_file, save_file
 
 import torchlift
 from torchlift import PlacementError, remap
 from torchlift.cli import main
 
-F8 = torch.float8_e4m3fn
-
 
 def deepseek(path: Path) -> dict[str, torch.Tensor]:
-    """Write a matrix with a scale for each block of 128 times 128. Return what the values are."""
-    values = torch.randn(300, 200) / 50
-    rows, columns = -(-300 // 128), -(-200 // 128)
-    scale = torch.rand(rows, columns) / 1e4 + 1e-5
-    spread = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
-    codes = (values / spread).clamp(-448, 448).to(F8)
+    """Write a quantised layer and a norm. Return what the values are."""
     norm = torch.rand(200)
-    save_file({"l.weight": codes, "l.weight_scale_inv": scale, "norm.weight": norm}, path)
-    return {"l.weight": codes.float() * spread, "norm.weight": norm}
-
-
-def by_block(ckpt: torchlift.Checkpoint) -> Any:
-    """Return the transform that the guide shows."""
-
-    def apply_scale(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        scale = ckpt.get(f"{key}_scale_inv")
-        if scale is None:
-            return tensor
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]
-
-    return apply_scale
+    return {"l.weight": write_fp8(path, "l", **{"norm.weight": norm}), "norm.weight": norm}
 
 
 @pytest.mark.parametrize("dst", ["new.pt", "new.safetensors", "new.safetensors.index.json"])
@@ -59,7 +39,7 @@ def test_codes_are_not_cast_without_their_scales(
     assert not (tmp_path / dst).exists()
     ckpt = torchlift.open(src)
     report = torchlift.convert(
-        ckpt, tmp_path / dst, dtype="bfloat16", transform=by_block(ckpt),
+        ckpt, tmp_path / dst, dtype="bfloat16", transform=scaling(ckpt),
         exclude=["*weight_scale_inv"],
     )  # fmt: skip
     made = torchlift.open(tmp_path / dst)
@@ -84,7 +64,7 @@ def test_a_scale_that_is_left_out_alone_is_listed(tmp_path: Path, how) -> None:
     assert "l.weight_scale_inv" not in report.lost
     with torchlift.open(path) as ckpt:
         report = torchlift.convert(
-            path, tmp_path / "values.pt", exclude=["*_scale_inv"], transform=by_block(ckpt)
+            path, tmp_path / "values.pt", exclude=["*_scale_inv"], transform=scaling(ckpt)
         )
     assert report.lost == {}
     torch.testing.assert_close(

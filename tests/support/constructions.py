@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,64 +34,10 @@ def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
 # -- questions about data ---------------------------------------------------------------------
 
 
-def asks_item(m: Any) -> None:
-    rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
-    m.layers = nn.ModuleList([nn.Dropout(rate) for rate in rates])
-    m.weight = nn.Parameter(torch.full((len(rates),), rates[-1]))
-
-
-def asks_tolist(m: Any) -> None:
-    sizes = torch.arange(1, 4).cumsum(0).tolist()
-    m.layers = nn.ModuleList([nn.Linear(2, size) for size in sizes])
-
-
 def asks_bool(m: Any) -> None:
     steps = torch.arange(5)
     if bool((steps > 3).any()) and steps[2] == 2 and not torch.equal(steps, steps + 1):
         m.weight = nn.Parameter(torch.randn(3))
-
-
-def asks_float_and_int(m: Any) -> None:
-    total = torch.ones(3, 3).sum()
-    m.weight = nn.Parameter(torch.full((int(total),), float(total / 2)))
-    m.length = len(torch.arange(7)[torch.arange(7) % 2 == 0])
-
-
-def indexes_by_mask(m: Any) -> None:
-    steps = torch.arange(10)
-    buffer(m, "late", steps[steps > 4])
-    mask = torch.zeros(3, 3)
-    mask[torch.triu(torch.ones(3, 3), 1).bool()] = -math.inf
-    buffer(m, "mask", mask)
-
-
-def indexes_by_position(m: Any) -> None:
-    table = torch.arange(12.0).view(3, 4)
-    buffer(m, "rows", table[torch.tensor([2, 0])])
-    table[[0, 2], 1] = 7
-    buffer(m, "table", table)
-    buffer(m, "picked", table.gather(1, torch.tensor([[0], [1], [2]])))
-    buffer(m, "scattered", torch.zeros(5).scatter_(0, torch.tensor([1, 3]), 2.0))
-
-
-def calls_nonzero(m: Any) -> None:
-    where = torch.nonzero(torch.eye(3))
-    buffer(m, "where", where)
-    buffer(m, "kinds", torch.unique(where % 2))
-    buffer(m, "selected", torch.masked_select(torch.arange(4), torch.arange(4) > 1))
-
-
-def goes_through_numpy(m: Any) -> None:
-    angles = torch.linspace(0, 1, 5).numpy()
-    buffer(m, "angles", torch.from_numpy(np.sin(angles)))
-    m.weight = nn.Parameter(torch.from_numpy(np.arange(6.0).reshape(2, 3)).float())
-    buffer(m, "from_meta", torch.tensor(np.asarray(torch.arange(3))))
-
-
-def iterates(m: Any) -> None:
-    first, second = torch.arange(6.0).view(2, 3)
-    buffer(m, "joined", torch.cat([first, second]))
-    buffer(m, "stacked", torch.stack([row * 2 for row in torch.eye(2)]))
 
 
 # -- writes and views -------------------------------------------------------------------------
@@ -134,12 +79,6 @@ def writes_after_registering(m: Any) -> None:
     m.count += 3
 
 
-def out_argument(m: Any) -> None:
-    made = torch.empty(3)
-    torch.add(torch.ones(3), torch.arange(3.0), out=made)
-    buffer(m, "made", made)
-
-
 # -- where tensors come from ------------------------------------------------------------------
 
 
@@ -155,12 +94,6 @@ def from_python(m: Any) -> None:
     m.register_buffer("scalar", torch.as_tensor(3))
     m.register_buffer("ranged", torch.asarray(range(4)))
     buffer(m, "text", torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8))
-
-
-def numpy_that_changes(m: Any) -> None:
-    array = np.arange(4.0)
-    m.register_buffer("copied", torch.tensor(array))
-    array[:] = -1
 
 
 def new_and_like(m: Any) -> None:
@@ -185,19 +118,12 @@ def every_initialiser(m: Any) -> None:
     nn.init.trunc_normal_(m.constant, std=2.0, a=-0.1, b=0.1)
 
 
-def every_allocation(m: Any) -> None:
-    buffer(m, "arange", torch.arange(1, 7, 2, dtype=torch.int16))
-    buffer(m, "eye", torch.eye(3, 2))
-    buffer(m, "full", torch.full((2, 2), 7.5))
-    buffer(m, "line", torch.linspace(0, 1, steps=5, dtype=torch.float64))
-    buffer(m, "log", torch.logspace(0, 2, 3))
-    buffer(m, "upper", torch.triu_indices(3, 3))
-    buffer(m, "lower", torch.tril_indices(row=3, col=2))
-    buffer(m, "into", torch.zeros(2, out=torch.empty(2)))
-    buffer(m, "size", torch.ones(torch.Size((2, 1)), pin_memory=False))
-    m.grad = nn.Parameter(torch.empty(2, 3, requires_grad=True).detach().fill_(2))
-    nn.init.kaiming_uniform_(tensor=m.grad, a=0.5)
-    torch.sparse_coo_tensor((2, 2), check_invariants=True)  # made and dropped
+def falls_back(m: Any) -> None:
+    m.bias = nn.Parameter(torch.empty(4))
+    try:
+        nn.init.xavier_uniform_(m.bias)
+    except ValueError:
+        nn.init.constant_(m.bias, 0.25)
 
 
 def every_sampler(m: Any) -> None:
@@ -329,14 +255,11 @@ def generator_of_its_own(m: Any) -> None:
 CONSTRUCTORS: dict[str, Build] = {
     made.__name__: made
     for made in (
-        asks_item, asks_tolist, asks_bool, asks_float_and_int, indexes_by_mask,
-        indexes_by_position, calls_nonzero, goes_through_numpy, iterates, writes_through_views,
-        writes_through_data, shares_views, writes_after_registering, out_argument,
-        legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
-        every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
+        asks_bool, writes_through_views, writes_through_data, shares_views,
+        writes_after_registering, legacy_constructors, from_python, new_and_like,
+        every_initialiser, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
         unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype,
-        explicit_devices,
-        freezes, ties, hides_gradient_modes, generator_of_its_own,
+        explicit_devices, falls_back, freezes, ties, hides_gradient_modes, generator_of_its_own,
     )
 }  # fmt: skip
 

@@ -14,11 +14,20 @@ def pairwise(**values: Any) -> pytest.MarkDecorator:
     Take it if what could break depends on two of the parameters at most.
     """
     lists = [[*each] for each in values.values()]
-    rows = [*product(*(range(len(each)) for each in lists))]
-    meets = {row: {*combinations(enumerate(row), 2)} for row in rows}
-    left, chosen = set().union(*meets.values()), []
+    places = [*map(range, map(len, lists))]
+    pairs = [
+        ((one, a), (two, b))
+        for one, two in combinations(range(len(lists)), 2)
+        for a, b in product(places[one], places[two])
+    ]
+    left, chosen = dict.fromkeys(pairs), []
     while left:
-        best = max(rows, key=lambda row: len(meets[row] & left))
-        left -= meets[best]
+        fixed = dict(next(iter(left)))
+        rows = product(*([fixed[at]] if at in fixed else each for at, each in enumerate(places)))
+        best = max(
+            rows, key=lambda row: sum(two in left for two in combinations(enumerate(row), 2))
+        )
+        for two in combinations(enumerate(best), 2):
+            left.pop(two, None)
         chosen.append(tuple(each[at] for each, at in zip(lists, best, strict=True)))
     return pytest.mark.parametrize(tuple(values), chosen)

@@ -1,8 +1,12 @@
-"""A state of every dtype and of the shapes that shards do not divide."""
+"""States to save: of every dtype and odd shapes, and such that say which one they are."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+import torchlift
 
 TYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,
@@ -26,3 +30,16 @@ def expected_state() -> dict[str, torch.Tensor]:
     state["nothing"] = torch.empty(0, 4)
     state["flat"] = torch.arange(11)
     return state
+
+
+def state_of(number: float, count: int = 3, size: int = 20) -> dict[str, torch.Tensor]:
+    """A state of which every value says which one it is."""
+    return {f"t{at}": torch.full((size,), float(number)) for at in range(count)}
+
+
+def number_of(path: Path) -> float:
+    """Which state of `state_of` a checkpoint is, all of it."""
+    assert torchlift.verify(path).ok, path
+    with torchlift.open(path) as ckpt:
+        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
+    return float(number)

@@ -13,6 +13,7 @@ import torch
 from failing_reads import opened, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limits
 
 import torchlift
 from torchlift._transfer import direct
@@ -163,9 +164,8 @@ def test_ranges_that_are_read_past_the_page_cache_are_those_of_the_file(path, ra
             values = torch.frombuffer(bytearray(content), dtype=dtype, count=count, offset=offset)
         expected.append(values.to(into))
         requests.append(Request(str(path), offset, count * dtype.itemsize, made, dtype, True))
-    with pytest.MonkeyPatch.context() as patch:
+    with limits(past_cache=0), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHLIFT_DIRECT_IO", "always")
-        patch.setattr(direct, "_SMALL", 0)
         read(requests, opened(path))
     for request, right in zip(requests, expected, strict=True):
         found = request.destination.view(torch.uint8), right.view(torch.uint8)

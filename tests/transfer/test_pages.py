@@ -18,6 +18,7 @@ import torch
 from forked import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limits
 
 import torchlift
 from torchlift._transfer import pages, userfault
@@ -66,21 +67,21 @@ def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
     assert made.fill_(2).sum() == 2 << 20
 
 
+@limits(slow_page=-1.0)
 def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
     """One slow page in 33, then in 65: where huge pages are dear, few are asked for."""
     taken: list[int] = []
     monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
-    monkeypatch.setattr(pages, "_SLOW", -1.0)
     made = allocate(256 << 20, torch.uint8, torch.device("cpu"))
     HugePages().back(made.data_ptr(), made.nbytes)
     assert [(page - made.data_ptr()) >> 21 for page in taken] == [0, 33, 98]
 
 
+@limits(slow_page=1e9)
 def test_huge_pages_stay_inside_the_range(monkeypatch):
     """A page that reaches beyond the bytes that will be written would be memory for nothing."""
     taken: list[int] = []
     monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
-    monkeypatch.setattr(pages, "_SLOW", 1e9)
     made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
     HugePages().back(made.data_ptr() + 1, made.nbytes - 2)
     assert [(page - made.data_ptr()) >> 21 for page in taken] == [1, 2]
@@ -97,7 +98,8 @@ needs_filler = pytest.mark.skipif(
 def small(monkeypatch):
     """Huge pages are slow: one is requested, and the next 32 pages are left to small ones."""
     monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
-    monkeypatch.setattr(pages, "_SLOW", -1.0)
+    with limits(slow_page=-1.0):
+        yield
 
 
 @pytest.fixture
@@ -144,9 +146,8 @@ def test_any_range_gets_its_bytes_and_nothing_else_changes(fixture, start, lengt
     for at in touched:
         area[at] = expected[at] = 7
     content = pattern(length)
-    with pytest.MonkeyPatch.context() as patch:
+    with limits(slow_page=-1.0), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "_has_huge_pages", lambda: fixture == "small")
-        patch.setattr(pages, "_SLOW", -1.0)
         write(area, start, content)
     expected[start : start + length] = content
     assert torch.equal(area, expected)
@@ -169,10 +170,10 @@ def test_without_huge_pages_all_complete_pages_are_filled(no_huge_pages):
     assert write(new_memory(4 * MIB), 0, pattern(4 * MIB)) == []
 
 
+@limits(slow_page=1e9)
 def test_fast_huge_pages_need_no_filler(monkeypatch):
     """One write for the complete range, as always, and no descriptor."""
     monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
-    monkeypatch.setattr(pages, "_SLOW", 1e9)
     monkeypatch.setattr(pages, "open_filler", lambda: pytest.fail("opened"))
     assert write(new_memory(8 * MIB), 100, pattern(7 * MIB)) == [(100, 7 * MIB + 100)]
 

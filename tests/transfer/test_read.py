@@ -15,10 +15,10 @@ from failing_reads import failing, opened, readers
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limits
 
 from torchlift._store.places import place_of, stamp_now
 from torchlift._transfer import direct
-from torchlift._transfer import reading as transfer
 from torchlift._transfer.files import Files
 from torchlift._transfer.reading import Request, read
 from torchlift.errors import IntegrityError
@@ -66,9 +66,7 @@ def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
         return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
 
     arrived: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
+    with limits(staged=piece, direct=piece), pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", short)
         total = read(requests, files, advance=arrived.append)
     assert total == sum(arrived) == sum(nbytes for _, _, nbytes in wanted)
@@ -100,9 +98,7 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
         destination = torch.zeros(nbytes // kind.itemsize, dtype=wish)
         requests.append(Request(str(path), offset, nbytes, destination, kind))
         expected.append(values[offset : offset + nbytes].clone().view(kind).to(wish))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
+    with limits(staged=piece, direct=piece):
         read(requests, opened(path))
     for made, right in zip(requests, expected, strict=True):
         torch.testing.assert_close(made.destination, right, rtol=0, atol=0, equal_nan=True)
@@ -142,10 +138,8 @@ def test_rows_of_a_matrix_arrive_as_one_range(
     def short(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset, flags)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_STAGED", piece)
-        patch.setattr(transfer, "_DIRECT", piece)
-        patch.setattr(transfer, "_CLOSE", close)
+    sizes = limits(staged=piece, direct=piece, close=close)
+    with sizes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
     assert total == sum(arrived) == wanted.nbytes + 70
@@ -293,17 +287,11 @@ def test_one_long_row_is_cast_into_a_matrix_of_one_row(tmp_path):
     assert torch.equal(made[0], values.float())
 
 
-def test_nothing_to_read_is_fine(files):
-    """No request, and a request for nothing, are answered with nothing."""
-    assert read([], files) == 0
-    assert read([request(next(iter(files.stamps)), 5, 0)], files) == 0
-
-
+@limits(direct=100)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE])
 @pytest.mark.parametrize("nth", [1, 4])
 def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     """An error of the disk on any piece names file, bytes and cause, and ends all threads."""
-    monkeypatch.setattr(transfer, "_DIRECT", 100)
     monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
     name = next(iter(files.stamps))
     with pytest.raises(IntegrityError) as caught:
@@ -329,16 +317,15 @@ def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
 @pytest.mark.parametrize("pieces", [10_000, 100], ids=["one piece", "many pieces"])
 def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces):
     """What is not the disk's fault is not called so, and no thread is left behind."""
-    monkeypatch.setattr(transfer, "_DIRECT", pieces)
     monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
-    with pytest.raises(MemoryError, match="none left"):
+    with limits(direct=pieces), pytest.raises(MemoryError, match="none left"):
         read([request(next(iter(files.stamps)), 0, 1000)], files)
     assert not readers()
 
 
-def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
+@limits(direct=50)
+def test_an_interrupt_between_pieces_ends_the_threads(files):
     """Ctrl-C during a parallel read leaves no thread that still writes."""
-    monkeypatch.setattr(transfer, "_DIRECT", 50)
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
@@ -348,9 +335,9 @@ def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
     assert not readers()
 
 
-def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
+@limits(direct=100)
+def test_progress_is_reported_by_the_calling_thread(files):
     """A progress bar need not be thread-safe."""
-    monkeypatch.setattr(transfer, "_DIRECT", 100)
     threads = set()
     read(
         [request(next(iter(files.stamps)), 0, 3000)],
@@ -370,26 +357,6 @@ def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", failing(AssertionError("a byte was read"), 1))
     with pytest.raises(IntegrityError, match="the file changed after it was opened"):
         read([request(str(other), 0, 10), request(str(path), 0, 10)], files)
-
-
-def test_files_map_the_bytes_that_they_read(files):
-    """A mapped range has a storage of its own, with the range's bytes."""
-    name = next(iter(files.stamps))
-    made = files.map(name, 7, 100)
-    assert bytes(made.tolist()) == CONTENT[7:107]
-    assert made.untyped_storage().nbytes() == 100
-
-
-def test_files_are_closed_by_leaving_the_block(tmp_path):
-    """Descriptors are given back; a map lives as long as its tensors."""
-    path = tmp_path / "x"
-    path.write_bytes(CONTENT)
-    with opened(path) as files:
-        descriptor = files.descriptor(str(path))
-        mapped = files.map(str(path), 0, 3)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-    assert mapped.tolist() == list(CONTENT[:3])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from failing_reads import readers
 from fake_device import FakeDevice, OnDevice, Pinned
+from limits import limits
 
 import torchlift
 from torchlift._load import fetch
@@ -32,7 +33,7 @@ def device() -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> list[torch.Tensor]:
+def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> Iterator[list[torch.Tensor]]:
     """All memory of the ring, which has small stages here."""
     found: list[torch.Tensor] = []
 
@@ -41,9 +42,9 @@ def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> list[torch.Tens
         return found[-1]
 
     monkeypatch.setattr(reading, "allocate_pinned", take)
-    monkeypatch.setattr(reading, "_STAGED", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
-    return found
+    with limits(staged=_STAGE):
+        yield found
 
 
 def numbers_in(path: Path, count: int) -> tuple[Files, torch.Tensor]:
@@ -102,12 +103,12 @@ def test_the_stages_fit_in_the_budget(tmp_path, device, monkeypatch, direct, cou
     assert sum(stage.nbytes for stage in made) + own * STAGE <= reading.BUDGET
 
 
+@limits(staged=_STAGE)
 def test_memory_that_cannot_be_pinned_is_plain_memory(tmp_path, device, monkeypatch) -> None:
     """As on a machine that has no accelerator, or a limit of locked memory."""
     if torch.accelerator.is_available():
         pytest.skip("this machine pins memory")
     assert not pinned.allocate_pinned(100).is_pinned()
-    monkeypatch.setattr(reading, "_STAGED", _STAGE)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     files, values = numbers_in(tmp_path / "f", 4 * _STAGE)
     target = torch.empty(len(values))
