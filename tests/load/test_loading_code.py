@@ -868,12 +868,7 @@ def test_a_model_ends_as_in_torch(
 
 
 #: A buffer of its own that `set_extra_state` writes in place keeps the new values.
-BROKEN = pytest.mark.xfail(reason="extra state that writes in place is not taken back")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=BROKEN if k == "StatedFilled" else ()) for k in CASES]
-)
+@pytest.mark.parametrize("kind", CASES)
 def test_a_plan_and_a_failed_load_change_nothing(kind: str) -> None:
     """Parameters, buffers, attributes and the caller's state are as before."""
     case = CASES[kind]

@@ -289,6 +289,9 @@ def _keep_extra_state(module: nn.Module, commit: Commit) -> None:
         except Exception:  # torch does not ask for it: the attributes of the module are kept
             return
         name = f"the extra state of {type(module).__name__}"
+        for buffer in module._buffers.values():  # the undo of the state may write to them
+            if buffer is not None:
+                commit.keep_values(buffer, name)
         commit.when_undone(lambda: module.set_extra_state(before), name)
 
 
