@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on
 from state_models import equal, step, two_layers
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,6 @@ import torchlift
 import torchlift.distributed as ours
 from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
-from torchlift.distributed import on_ranks
 from torchlift.distributed.optimizer_state import name_parameters, require_same_groups
 
 
@@ -176,8 +176,9 @@ def test_a_wrapper_of_another_class_loads_what_it_forwards() -> None:
     assert equal(loading.state_dict(), saving.state_dict())
 
 
-def of_ranks(folder: str) -> None:
-    """Follow what the errors say, on every rank."""
+@on(2)
+def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(folder: Path) -> None:
+    """ZeroRedundancyOptimizer's state is on one rank after consolidating, and goes on from it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, which torch imports for it
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -185,7 +186,7 @@ def of_ranks(folder: str) -> None:
     model = DistributedDataParallel(two_layers())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     step(model, optimizer, 2)
-    path = folder + "/zero.pt"
+    path = folder / "zero.pt"
     for call in (
         partial(ours.get_optimizer_state_dict, model, optimizer),
         partial(torchlift.save, {"optim": optimizer}, path, process_group=dist.group.WORLD),
@@ -212,15 +213,6 @@ def of_ranks(folder: str) -> None:
     with pytest.raises(ours.StateDictMismatch, match="has more than the state and") as caught:
         ours.get_optimizer_state_dict(model, averaging)
     assert caught.value.found == "'step'"
-
-
-@pytest.mark.distributed
-def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeroRedundancyOptimizer's state is on one rank after consolidating, and goes on from it."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, of_ranks, str(tmp_path))
 
 
 def test_another_number_of_groups_than_a_scheduler_has_is_an_error() -> None:
