@@ -646,14 +646,6 @@ def test_a_strict_load_of_a_file_that_does_not_fit(folder: Path) -> None:
 
 
 @on(2, 4)
-def test_other_names_for_one_rank(folder: Path) -> None:
-    path = saved_net(folder)
-    model = fsdp(net())
-    with unchanged(model):
-        torchlift.load(model, path, rename=(lambda key: f"x.{key}") if is_last() else None)
-
-
-@on(2, 4)
 def test_a_reader_that_one_rank_cannot_open(folder: Path) -> None:
     """It says so when all ranks listen, and not while the others wait in a collective."""
     path = saved_net(folder)

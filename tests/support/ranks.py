@@ -26,7 +26,6 @@ from forked import run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Checks = dict[str, Callable[[], None]]
-SAVE, LOAD = "save", "load"
 #: When a rank that waits for another gives up: sooner than the test, so that it can say where; a
 #: little before, each prints where it stands.
 HANGS = timedelta(seconds=300)
@@ -191,65 +190,8 @@ def main_of_file() -> None:
     main(checks)
 
 
-def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[str, str]]:
-    """Let each number of ranks save, then each load what all of them saved.
-
-    The largest world comes between the two and does both, since starting it takes longest.
-
-    Returns:
-        Ranks -> check -> what went wrong on which rank, or an empty text.
-    """
-    *smaller, largest = worlds
-    turns = [(SAVE, ranks) for ranks in smaller]
-    turns += [(SAVE + LOAD, largest), *((LOAD, ranks) for ranks in smaller)]
-    found: dict[int, dict[str, str]] = {ranks: {} for ranks in worlds}
-    with TemporaryDirectory() as folder:
-        for phases, ranks in turns:
-            out = Path(folder, f"{phases}-{ranks}")
-            out.mkdir()
-            found[ranks] |= run_workers(module, ranks, out, worlds)
-    return found
-
-
-def saved_then_loaded(module: Path, worlds: Sequence[int]) -> Any:
-    """Return a fixture: every check on every number of ranks, see `run_saves_then_loads`.
-
-    Worlds that are larger than those of all tests that are to run are left out. What goes wrong in
-    a smaller world is told with the largest one: it loaded what that has saved.
-    """
-
-    @pytest.fixture(scope="module", name="results")
-    def fixture(request: pytest.FixtureRequest) -> dict[int, dict[str, str]]:
-        chosen = [item for item in request.session.items if item.path == request.path]
-        asked = {item.callspec.params["ranks"] for item in chosen if "results" in item.fixturenames}
-        *smaller, largest = [ranks for ranks in worlds if ranks <= max(asked)]
-        found = run_saves_then_loads(module, [*smaller, largest])
-        for ranks in smaller:
-            for check, text in found[ranks].items():
-                found[largest][check] = found[largest].get(check, "") + text
-        return found
-
-    return fixture
-
-
-def on_ranks(worlds: Sequence[int], checks: Sequence[str]) -> Callable[[Any], Any]:
-    """Mark a test of one check on some number of ranks."""
-    marks = (
-        pytest.mark.distributed,
-        pytest.mark.parametrize("ranks", worlds),
-        pytest.mark.parametrize("check", checks),
-    )
-
-    def marked(test: Any) -> Any:
-        for mark in reversed(marks):
-            test = mark(test)
-        return test
-
-    return marked
-
-
 def worlds() -> list[int]:
-    """The numbers of ranks that save, in a worker of `run_saves_then_loads`."""
+    """The numbers of ranks that saved, in a check: see `saves`."""
     return [*map(int, os.environ["WORLDS"].split())]
 
 
@@ -257,12 +199,6 @@ def worlds() -> list[int]:
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A mesh of this shape, or a line of all ranks: made once, since each starts process groups."""
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
-
-
-def main_saves_then_loads(*, saves: Checks, loads: Checks) -> None:
-    """The body of a worker process whose checks save or load, as its turn is."""
-    phases = Path(sys.argv[1]).name
-    main({**(saves if SAVE in phases else {}), **(loads if LOAD in phases else {})})
 
 
 def main(checks: Checks) -> None:
