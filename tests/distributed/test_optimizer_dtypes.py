@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from optimizer_kinds import Codes, Lion
 from ranks import cpu_mesh, on
-from state_models import equal, step, two_layers
+from state_models import same, step, two_layers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -105,8 +105,8 @@ def test_moments_follow_the_dtype_of_their_parameter_as_in_torch(
         before = copy.deepcopy(loaded.state_dict())
         train(other, loaded)
         results.append((before, loaded.state_dict(), dict(other.state_dict())))
-    assert all(equal(results[0], result) for result in results[1:])
-    assert equal(states[1], kept)
+    assert all(same(results[0], result) for result in results[1:])
+    assert same(states[1], kept)
 
 
 class Own(torch.optim.Optimizer):
@@ -153,7 +153,7 @@ def test_what_an_optimizer_keeps_in_another_dtype_than_its_parameters_stays(
     if stepped:
         train(model, other)
     ours.set_optimizer_state_dict(model, other, saved)
-    assert equal(ours.get_optimizer_state_dict(model, other)["state"], saved["state"])
+    assert same(ours.get_optimizer_state_dict(model, other)["state"], saved["state"])
 
 
 @pytest.mark.parametrize("make", [Own, Codes, Lion, torch.optim.NAdam, torch.optim.ASGD])
@@ -172,10 +172,10 @@ def test_a_state_that_was_saved_beside_weights_of_the_same_dtype_is_not_cast(
     else:
         states = copy.deepcopy(ours.get_state_dict(model, optimizer))
         ours.set_state_dict(other, resumed, model_state_dict=states[0], optim_state_dict=states[1])
-    assert equal(resumed.state_dict(), optimizer.state_dict())
+    assert same(resumed.state_dict(), optimizer.state_dict())
     for each in ((model, optimizer), (other, resumed)):
         train(*each)
-    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adam, fused", "SGD"])
@@ -190,7 +190,7 @@ def test_a_keeper_resumes_a_run_with_weights_of_another_dtype(name: str, tmp_pat
     model.bfloat16()
     expected = KINDS[name](model.parameters())
     expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert equal(resumed.state_dict(), expected.state_dict())
+    assert same(resumed.state_dict(), expected.state_dict())
     train(other, resumed)
 
 
@@ -277,7 +277,7 @@ def test_an_option_that_the_file_lacks_is_filled_in_by_the_optimizer_as_in_torch
     by_torch.load_state_dict(plain)
     assert not loaded.param_groups[0][lacks]
     assert loaded.param_groups[0][lacks] == by_torch.param_groups[0][lacks]
-    assert equal(loaded.state_dict()["state"], by_torch.state_dict()["state"])
+    assert same(loaded.state_dict()["state"], by_torch.state_dict()["state"])
     step(model, loaded)
 
 
@@ -336,5 +336,5 @@ def test_shards_of_moments_follow_the_dtype_of_their_parameter(name: str, folder
         loaded = KINDS[name](other.parameters())
         load(other, loaded)
         result = ours.get_optimizer_state_dict(other, loaded, options=full)
-        assert equal(result["state"], like["state"])
+        assert same(result["state"], like["state"])
         train(other, loaded)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on
-from state_models import equal, step, two_layers
+from state_models import same, step, two_layers
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
@@ -103,11 +103,11 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     other = two_layers(1)
     fresh = pair(other)
     ours.set_state_dict(other, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
-    assert equal([each.state_dict() for each in fresh], [each.state_dict() for each in held])
+    assert same([each.state_dict() for each in fresh], [each.state_dict() for each in held])
     before = copy.deepcopy([each.state_dict() for each in fresh])
     with pytest.raises(ours.StateDictMismatch, match="optimizers that it holds instead"):
         ours.set_optimizer_state_dict(other, kind(*fresh), saved[1] | {"state": {}})
-    assert equal([each.state_dict() for each in fresh], before)
+    assert same([each.state_dict() for each in fresh], before)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_not_dropped(tmp_path: 
     loaded = Lookahead(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     with torchlift.open(tmp_path / "saved.pt") as ckpt:
         loaded.load_state_dict(ckpt.tree())
-    assert equal(loaded.state_dict(), optimizer.state_dict())
+    assert same(loaded.state_dict(), optimizer.state_dict())
     lost = Outer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ours.get_optimizer_state_dict(model, lost)  # nothing is lost yet
     step(model, lost)
@@ -173,7 +173,7 @@ def test_a_wrapper_of_another_class_loads_what_it_forwards() -> None:
     step(model, saving)
     loading: Any = Proxy(torch.optim.Adam(other.parameters()))
     ours.set_optimizer_state_dict(other, loading, ours.get_optimizer_state_dict(model, saving))
-    assert equal(loading.state_dict(), saving.state_dict())
+    assert same(loading.state_dict(), saving.state_dict())
 
 
 @on(2)
@@ -205,7 +205,7 @@ def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(fol
         loaded.load_state_dict(ckpt.tree())
     for each, stepped in ((model, optimizer), (other, loaded)):
         step(each, stepped, 2)
-    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
     averaging = PostLocalSGDOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager(2),
