@@ -454,30 +454,6 @@ def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: P
     assert all(map(torch.equal, moments.values(), expected.values()))
 
 
-# torch warns, once in a process, that it may change how these work.
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_tensors_of_an_object_come_back(tmp_path: Path, layout: torch.layout) -> None:
-    """torch does not copy a compressed one deeply."""
-
-    class Graph:
-        def __init__(self, edges: torch.Tensor) -> None:
-            self.edges = edges
-
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            return {"edges": self.edges}
-
-        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            self.edges = state["edges"]
-
-    run, again = (Graph((torch.eye(3) * by).to_sparse(layout=layout)) for by in (2, 0))
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, graph=run)
-        assert keeper.resume(graph=again) == 1
-    assert again.edges.layout is layout
-    assert torch.equal(again.edges.to_dense(), torch.eye(3) * 2)
-
-
 @on(2)
 def test_shards_on_several_meshes_are_not_taken_for_replicas(folder: Path) -> None:
     """The experts of one rank would become those of all. The way out is a name for each."""

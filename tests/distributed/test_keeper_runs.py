@@ -46,12 +46,15 @@ class Loader:
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.refuses = at, torch.full((3,), float(at)), False
+        # torch does not copy compressed tensors deeply.
+        self.edges = (torch.eye(3) * at).to_sparse_csr()
 
     def state_dict(self) -> Objects:
-        return {"at": self.at, "seen": self.seen, "rows": [*range(self.at)]}
+        rows = [*range(self.at)]
+        return {"at": self.at, "seen": self.seen, "edges": self.edges, "rows": rows}
 
     def load_state_dict(self, state: Objects) -> None:
-        self.at = state["at"]
+        self.at, self.edges = state["at"], state["edges"]
         self.seen.copy_(state["seen"])
         if self.refuses:
             self.added = True
@@ -206,6 +209,27 @@ def step_two_models(run: Objects) -> None:
         run[f"{name}_adam"].step()
 
 
+def several_modules(seed: int) -> Objects:
+    """An optimizer of two modules, and others of one with a parameter that is in none."""
+    actor, critic, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    alpha = torch.zeros(1, requires_grad=True)
+    return {
+        "items": actor,  # a name that a ModuleDict has for itself
+        "critic": critic,
+        "other": other,
+        "both": torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=0.1),
+        "own": torch.optim.SGD([other.weight, alpha], lr=0.2, momentum=0.9),
+        "bias": torch.optim.Adam([torch.ones(1, requires_grad=True), other.bias], lr=0.3),
+        "loose": torch.optim.Adam([alpha], lr=0.4),
+    }
+
+
+def step_several_modules(run: Objects) -> None:
+    out = run["other"](run["critic"](run["items"](torch.randn(4, 2))))
+    loose = [run["loose"].param_groups[0]["params"][0], run["bias"].param_groups[0]["params"][0]]
+    step_all(run, out.square().mean() + sum(loose).sum())
+
+
 class Renaming(nn.Linear):
     """Its state has other names than its parameters, and rows in another order."""
 
@@ -307,6 +331,7 @@ RUNS = {
     "shared encoder": Run(shared_encoder, step_in_turn),
     "encoder in two models": Run(encoder_in_two_models, step_two_models),
     "renaming": Run(renaming, lambda run: step_all(run, run["two"](run["one"](torch.randn(3))))),
+    "several modules": Run(several_modules, step_several_modules),
     "dampened": Run(dampened, step_model, before=0, fresh=False),
     "two optimizers on meta": Run(two_optimizers_on_meta, step_model, fresh=False),
     "counting": Run(counting, step_model),
@@ -324,6 +349,10 @@ def states_of(run: Objects) -> Objects:
     """A copy of all states, and of the numbers that are drawn next."""
     states = {name: each.state_dict() for name, each in run.items()}
     return cloned({**states, "rng": torch.get_rng_state(), "python": random.getstate()})
+
+
+def is_last_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def require_to_go_on(kind: Run, folder: Path) -> None:
@@ -347,10 +376,10 @@ def require_to_go_on(kind: Run, folder: Path) -> None:
         if kind.fresh:  # also, DDP sums in another order from its second step on
             kind.step(again)
         before = states_of(again)
-        again["loader"].refuses = True
+        again["loader"].refuses = is_last_rank()
         with pytest.raises((OSError, torchlift.CheckpointError), match="no such luck"):
             keeper.resume(again)
-        assert same(states_of(again), before), "a resume that fails changes nothing"
+        assert same(states_of(again), before), "a resume that fails on one rank changes nothing"
         assert not hasattr(again["loader"], "added")
         again["loader"].refuses = False
         assert keeper.resume(again) == 3
@@ -359,6 +388,7 @@ def require_to_go_on(kind: Run, folder: Path) -> None:
     assert same(states_of(again), expected, kinds=True)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")  # may change, which torch says once
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_on_bit_by_bit(name: str, tmp_path: Path) -> None:
     """Weights, statistics, moments, learning rates, positions and random numbers."""
@@ -394,6 +424,7 @@ def another_shape(run: Objects) -> str:
     return "size mismatch"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("change", [other_class, fewer_schedulers, another_shape])
 @pytest.mark.parametrize("steps", [0, 2])  # a program that has just started, and one that goes back
 def test_a_resume_that_fails_changes_no_object(

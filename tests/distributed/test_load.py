@@ -503,49 +503,6 @@ def test_meshes_that_overlap_in_one_rank_load_together(folder: Path) -> None:
         assert all(bool(local_of(p).eq(0).all()) for p in model.parameters())
 
 
-class Moody(Net):
-    """Refuses its extra state where it is told to."""
-
-    refuses = False
-
-    def get_extra_state(self) -> str:
-        return "own"
-
-    def set_extra_state(self, state: str) -> None:
-        if self.refuses and state != "own":
-            raise ValueError("not this one")
-
-
-@on(*WORLDS)
-def test_code_of_the_model_that_refuses_on_one_rank_stops_all(folder: Path) -> None:
-    """The others have loaded by then, and take it back."""
-    last = dist.get_world_size() - 1
-
-    def refuse(module: nn.Module, keys: Any) -> None:
-        if dist.get_rank() == last:
-            raise ValueError("not this one")
-
-    for mode in ("copy", "assign", "swap"):
-        for code, kind in (("hook", Net), ("extra state", Moody)):
-            path = full_file(folder, kind)
-            if kind is Moody and dist.get_rank() == 0:
-                state = {**net(kind).state_dict(), "_extra_state": "foreign"}
-                torch.save(state, path)
-            dist.barrier()
-            for collective, wrap in ((None, fsdp), (True, lambda model: model)):
-                model: Any = wrap(net(kind, seed=1))
-                model.refuses = dist.get_rank() == last
-                if code == "hook":
-                    model.register_load_state_dict_post_hook(refuse)
-                before = {k: local_of(v).detach().clone() for k, v in model.named_parameters()}
-                failed = dist.get_rank() == last
-                with pytest.raises(ValueError if failed else CheckpointError) as caught:
-                    torchlift.load(model, path, mode=mode, collective=collective)
-                assert failed or f"on rank {last}: ValueError" in str(caught.value)
-                for key, value in model.named_parameters():
-                    assert torch.equal(local_of(value), before[key]), (mode, code, key)
-
-
 @on(*WORLDS)
 def test_a_wrong_argument_on_one_rank_stops_all(folder: Path) -> None:
     good, last = full_file(folder), dist.get_world_size() - 1
@@ -555,14 +512,6 @@ def test_a_wrong_argument_on_one_rank_stops_all(folder: Path) -> None:
     with pytest.raises(TypeError if failed else CheckpointError) as caught:
         torchlift.load(model, good, rename=rename)
     assert failed or f"on rank {last}: TypeError" in str(caught.value)
-
-
-@on(*WORLDS)
-def test_what_all_ranks_meet_is_said_plainly(folder: Path) -> None:
-    model = fsdp(net(seed=1))
-    with pytest.raises(FormatError) as caught:
-        torchlift.load(model, folder / "nowhere.pt")
-    assert "on rank" not in str(caught.value)
 
 
 @on(*WORLDS)

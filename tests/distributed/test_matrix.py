@@ -195,26 +195,11 @@ MORE = ("hybrid fsdp", "fsdp over tensor parallel", "sharded stages")
 
 
 @on(1, pair=pairs(ONE))
-def test_one_process_goes_on_as_if_it_had_not_been_saved(pair: tuple[str, str]) -> None:
-    """Bit by bit, from a state read as it is, flat, whole or on rank 0, before a step or after."""
-    goes_on_in_every_way(*pair)
-
-
 @on(2, pair=pairs((*ONE, "stages")))
-def test_two_ranks_go_on_as_if_they_had_not_been_saved(pair: tuple[str, str]) -> None:
-    """The same, with the stages of a pipeline."""
-    goes_on_in_every_way(*pair)
-
-
 @on(4, pair=pairs(MORE, left_out=("sgd", "momentum", "muon")))  # two ranks show what is theirs
-def test_a_mesh_of_two_dimensions_goes_on_as_if_it_had_not_been_saved(
-    pair: tuple[str, str],
-) -> None:
-    """Neither of them of one rank."""
-    goes_on_in_every_way(*pair)
-
-
-def goes_on_in_every_way(kind: str, name: str) -> None:
+def test_training_goes_on_as_if_it_had_not_been_saved(pair: tuple[str, str]) -> None:
+    """Bit by bit, from a state read as it is, flat, whole or on rank 0, before a step or after."""
+    kind, name = pair
     for way in ways():
         if (way, name) == ("on rank 0", "low-bit adam"):
             continue  # refused: a class alone knows how to slice what it holds

@@ -253,18 +253,6 @@ def test_a_strict_rank_among_others() -> None:
 
 
 @on(2, 4)
-def test_other_keys_on_one_rank() -> None:
-    for wrap in WRAPS:
-        model, optimizer = built(wrap)
-        given = ours.get_state_dict(*built(wrap, seed=5), options=WHOLE)
-        if is_last():
-            given = ({f"x.{key}": value for key, value in given[0].items()}, given[1])
-        with unchanged(model, optimizer) as caught:
-            load(model, optimizer, given, WHOLE)
-        assert isinstance(caught.value, ours.StateDictMismatch)
-
-
-@on(2, 4)
 def test_arguments_that_make_no_sense_on_one_rank() -> None:
     """No optimizer, options of another kind, a model whose names cannot be told."""
 

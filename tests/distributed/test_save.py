@@ -192,27 +192,6 @@ def test_kill_9_in_the_middle_of_a_save(
         assert torch.equal(found["w"], torch.zeros(2))
 
 
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_kill_9_of_a_rank_ends_the_background_save_of_a_keeper(tmp_path: Path, victim: int) -> None:
-    """The survivor gets an error of ours, soon; what was complete is, and is resumed."""
-    (tmp_path / "saved").mkdir()
-    ranks = [Forked(KILLED, tmp_path, rank, 2, victim, "write", "keeper") for rank in range(2)]
-    ends = [rank.wait(timeout=120) for rank in ranks]
-    assert ends == [-signal.SIGKILL if rank == victim else 0 for rank in range(2)]
-    survivor = (tmp_path / f"{1 - victim}.json").read_text(encoding="utf-8")
-    message, seconds = json.loads(survivor)
-    assert "another rank died or does not answer" in message
-    assert seconds < 40
-    with torchlift.Keeper(tmp_path / "saved", keep=1) as keeper:
-        assert keeper.steps() == [1]
-        assert torchlift.verify(keeper.latest()).ok
-        assert keeper.resume() == 1
-        keeper.save(2, w=torch.ones(2))
-    assert os.listdir(tmp_path / "saved") == ["step-000000002.pt"]
-
-
 def files_in(folder: Path) -> dict[str, bytes]:
     files = filter(Path.is_file, folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -624,6 +624,10 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
+def save_by_dcp(state: dict[str, Any], path: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=CheckpointWriter(path, **options))
+
+
 @on(2, 4)
 def test_values_that_differ_between_ranks_are_never_mixed(folder: Path) -> None:
     """One error that names the key on every rank, or rank 0's by the option."""
@@ -648,14 +652,17 @@ def test_values_that_differ_between_ranks_are_never_mixed(folder: Path) -> None:
         ({"same": torch.ones(2), "layer": shards}, "layer"),
         ({"copies": replicas}, "copies"),
     ]:
-        for suffix in ("pt", "safetensors"):
-            with pytest.raises(PlacementError, match=f"'{key}'.*different values") as caught:
-                save_consolidated(state, path.with_suffix(f".{suffix}"))
+        for suffix in ("pt", "safetensors", "dcp"):
+            # DCP would keep the values of one rank for all (bitsandbytes#1840, KempnerForge#202).
+            save = save_by_dcp if suffix == "dcp" else save_consolidated
+            errors = (PlacementError, CheckpointException)
+            with pytest.raises(errors, match=f"'{key}'.*different values") as caught:
+                save(state, path.with_suffix(f".{suffix}"))
             assert "rank 1 differ from those of rank 0" in str(caught.value)
             assert 'replicated="rank0"' in str(caught.value)
             chosen = folder / f"chosen-{world}.{suffix}"
-            save_consolidated(state, chosen, replicated="rank0")
-            found = load_file(chosen) if suffix == "safetensors" else torch.load(chosen)
+            save(state, chosen, replicated="rank0")
+            found = torchlift.open(chosen).state_dict()
             everywhere: list[Any] = [None] * world
             plain = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
             dist.all_gather_object(everywhere, plain)

@@ -60,6 +60,8 @@ def on(*worlds: int, **cases: Iterable[object]) -> Callable[[Callable[..., None]
     file that were chosen run in one world. A parameter `folder` is a folder of this test that the
     ranks share, and `saved` is that of the functions with `saves`.
 
+    Write the decorator twice for numbers of ranks that have other cases.
+
     Args:
         *worlds: The numbers of ranks.
         **cases: More parameters of the check, and the values of each: a test for each combination.
@@ -69,7 +71,8 @@ def on(*worlds: int, **cases: Iterable[object]) -> Callable[[Callable[..., None]
         for row in product(*cases.values())
     }
 
-    def decorate(check: Callable[..., None]) -> Any:
+    def decorate(decorated: Callable[..., None]) -> Any:
+        check = getattr(decorated, "check", decorated)
         file = Path(check.__code__.co_filename)
 
         def test(ranks: int, case: str, request: pytest.FixtureRequest) -> None:
@@ -86,11 +89,13 @@ def on(*worlds: int, **cases: Iterable[object]) -> Callable[[Callable[..., None]
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         test.__module__ = check.__module__
-        test.check, test.rows = check, rows  # type: ignore[attr-defined]
         params = [
             pytest.param(ranks, case, id=f"{ranks}-{case}".removesuffix("-"))
             for ranks, case in product(worlds, rows)
         ]
+        params += getattr(decorated, "params", [])
+        known = {**rows, **getattr(decorated, "rows", {})}
+        vars(test).update(check=check, rows=known, params=params)
         return pytest.mark.distributed(pytest.mark.parametrize(("ranks", "case"), params)(test))
 
     return decorate
