@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import file_size_limit
 from torch import nn
 from zoo import same, trained, two_layers
 
@@ -170,12 +171,18 @@ def test_a_folder_is_flushed_into_its_parent(
     assert flushed == [str(tmp_path), str(tmp_path / "a")]
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No checkpoint is written before this event."""
+    event, write = threading.Event(), Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda *a: event.wait(60) and write(*a))
+    return event
+
+
 def test_an_interrupted_wait_leaves_the_snapshot_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, written: threading.Event
 ) -> None:
     """Ctrl-C while a save waits for the last one, and then a save: both are whole."""
-    written, write = threading.Event(), Snapshot.write
-    monkeypatch.setattr(Snapshot, "write", lambda *a: written.wait(60) and write(*a))
     model, main = nn.Linear(50, 50), threading.get_ident()
     with torchlift.Keeper(tmp_path) as keeper:
         for value in (1.0, 2.0, 3.0):
@@ -270,16 +277,10 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     keeper = torchlift.Keeper(tmp_path)
     keeper.save(1, run)
     keeper.wait()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
+    with file_size_limit(1000):
         keeper.save(2, run)
         with pytest.raises(CheckpointError, match=r"step-000000002\.pt: the file cannot"):
             keeper.save(3, run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
     assert keeper.steps() == [1]
     keeper.save(3, run)
     keeper.close()
@@ -356,16 +357,9 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> 
 
 
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, written: threading.Event
 ) -> None:
     """Training never waits for the disk then."""
-    written, write = threading.Event(), Snapshot.write
-
-    def slow(*args: Any) -> Any:
-        assert written.wait(60)
-        return write(*args)
-
-    monkeypatch.setattr(Snapshot, "write", slow)
     run = run_of()
     with torchlift.Keeper(tmp_path, busy="skip") as keeper:
         assert keeper.save(1, run)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from limits import file_size_limit
 from ranks import cpu_mesh, on, saves, worlds
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -256,8 +257,6 @@ def test_tells_ties_on_ranks_that_hold_nothing(folder: Path) -> None:
 @on(1, 2, 4)
 def test_a_fault_of_one_rank_stops_all(folder: Path) -> None:
     """A file-size limit, an fsync and a rename that fail; the old file stays, alone."""
-    import resource
-
     world, rank = dist.get_world_size(), dist.get_rank()
     path = folder / f"fault-{world}.pt"
     mesh = cpu_mesh()
@@ -274,14 +273,9 @@ def test_a_fault_of_one_rank_stops_all(folder: Path) -> None:
         dist.barrier()
         assert os.listdir(folder).count(path.name) == 1
         assert not list(folder.glob(".fault*")), what
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == world - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))
-    try:
-        with pytest.raises(CheckpointError, match="File too large"):
-            save_consolidated(state, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    limit = 10_000 if rank == world - 1 else 1 << 40
+    with file_size_limit(limit), pytest.raises(CheckpointError, match="File too large"):
+        save_consolidated(state, path)
     dist.barrier()
     assert not list(folder.glob(".fault*"))
     assert path.read_bytes() == before
