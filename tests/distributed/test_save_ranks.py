@@ -105,7 +105,7 @@ def writes_a_module(saved: Path) -> None:
 @on(1, 2, 4)
 def test_one_bad_rank_stops_all(folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    path = folder / f"kept-{world}.pt"
+    path = folder / "kept.pt"
     save_consolidated({"w": torch.ones(3)}, path)
     before = path.read_bytes()
     mesh = cpu_mesh()
@@ -135,7 +135,7 @@ def test_one_bad_rank_stops_all(folder: Path) -> None:
 @on(1, 2, 4)
 def test_writes_rank_0s_metadata(folder: Path) -> None:
     """Whatever the others have, or none: a longer header must not shift their offsets."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     line = cpu_mesh()
     expected = expected_state()
     state = {key: spread(line, [Shard(0)], value) for key, value in expected.items()}
@@ -145,7 +145,7 @@ def test_writes_rank_0s_metadata(folder: Path) -> None:
         ("longer", {"host": "h" * (1 + 50 * rank)}),
         ("other", None if rank == 0 else {"a": "b"}),
     ]:
-        path = folder / f"{name}-{world}.safetensors"
+        path = folder / f"{name}.safetensors"
         save_consolidated(state, path, metadata=metadata)
         for key, value in load_file(path).items():
             assert same_bits(value, expected[key]), (name, key)
@@ -165,12 +165,11 @@ def test_writes_rank_0s_metadata(folder: Path) -> None:
 @on(1, 2, 4)
 def test_keeps_conjugate_shards_apart(folder: Path) -> None:
     """They have the memory of their whole."""
-    world = dist.get_world_size()
     line = cpu_mesh()
     whole = torch.arange(8.0).to(torch.complex64) + 1j
     state = {"x": distribute_tensor(whole, line, [Shard(0)])}
     state["y"] = state["x"].conj()
-    path = folder / f"conjugate-{world}.pt"
+    path = folder / "conjugate.pt"
     save_consolidated(state, path)
     found = torch.load(path, weights_only=True)
     assert torch.equal(found["x"], whole)
@@ -189,10 +188,10 @@ class Lost:
 @on(1, 2, 4)
 def test_equal_notes_are_saved_whatever_objects_they_are(folder: Path) -> None:
     """Strings of a rank may be one object or two. An error of a caller's object stays its own."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    rank = dist.get_rank()
     whole = torch.arange(8.0)
     w = distribute_tensor(whole, cpu_mesh(), [Shard(0)])
-    path = folder / f"alike-{world}.pt"
+    path = folder / "alike.pt"
     for pad in range(0, 64, 8):  # one of which lets the pickle cross a multiple of 64 bytes
         note = "cpu" if rank else "cpu "[:-1]
         # All of them get a copy of rank 0's note when the shared ones differ, and none else.
@@ -247,7 +246,7 @@ def test_tells_ties_on_ranks_that_hold_nothing(folder: Path) -> None:
     """One row, which is rank 0's: the others cannot see what is one tensor, and do not object."""
     line = cpu_mesh()
     one, other = (distribute_tensor(torch.ones(1, 3), line, [Shard(0)]) for _ in range(2))
-    path = folder / f"ties-{dist.get_world_size()}.pt"
+    path = folder / "ties.pt"
     save_consolidated({"one": one, "other": other, "again": one}, path)
     found = torch.load(path, weights_only=True)
     assert found["one"].data_ptr() == found["again"].data_ptr()
@@ -258,7 +257,7 @@ def test_tells_ties_on_ranks_that_hold_nothing(folder: Path) -> None:
 def test_a_fault_of_one_rank_stops_all(folder: Path) -> None:
     """A file-size limit, an fsync and a rename that fail; the old file stays, alone."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    path = folder / f"fault-{world}.pt"
+    path = folder / "fault.pt"
     mesh = cpu_mesh()
     state = {"w": distribute_tensor(torch.ones(40_000), mesh, [Shard(0)])}
     save_consolidated(state, path)
@@ -334,7 +333,7 @@ def test_merges_what_each_rank_has_under_names_of_its_own(folder: Path) -> None:
     mine = nn.ModuleDict({name: expected[name] for name in ("12" if last else "01")})
     for wrapped in (False, True):
         for suffix in ("pt", "safetensors", "safetensors.index.json"):
-            path = folder / f"stages-{world}-{wrapped}-{suffix[-4:]}.{suffix}"
+            path = folder / f"stages-{wrapped}-{suffix[-4:]}.{suffix}"
             stage: Any = mine
             if wrapped:
                 stage = copy.deepcopy(mine)
@@ -363,7 +362,7 @@ def test_merges_what_each_rank_has_under_names_of_its_own(folder: Path) -> None:
         DeviceMesh("cpu", [world - 1]), [Shard(0)], shape=(2,), stride=(1,), run_check=False,
     )  # fmt: skip
     state = {"away": away, f"rank{rank}": torch.full((2,), rank), f"note{rank}": [rank]}
-    path = folder / f"away-{world}.pt"
+    path = folder / "away.pt"
     save_consolidated(state, path)
     found = torch.load(path)
     assert found.pop("away").tolist() == [1, 1]
@@ -374,7 +373,7 @@ def test_merges_what_each_rank_has_under_names_of_its_own(folder: Path) -> None:
     # A stage without state of an optimizer. A dict that is empty on all ranks stays.
     own = {"step": torch.tensor(7.0)} if rank == world - 1 else {}
     state = {"state": {"w": own} if rank else {}, "none": {}, "list": []}
-    for target in (folder / f"empty-{world}.pt", folder / f"empty-{world}"):
+    for target in (folder / "empty.pt", folder / "empty"):
         kind = None if target.suffix else "dcp"
         torchlift.save(state, target, format=kind, process_group=dist.group.WORLD)
         with torchlift.open(target) as ckpt:
@@ -531,7 +530,7 @@ def test_dcp_saves_through_the_writer(folder: Path) -> None:
             "more": ["x", {"y": 1}],
         }
 
-    path = folder / f"writer-{world}"
+    path = folder / "writer"
     dcp.save(state_of(), storage_writer=CheckpointWriter(path))
     train(optimizer, 1)
     expected = whole_of(state_of())
@@ -561,8 +560,8 @@ def test_dcp_saves_through_the_writer(folder: Path) -> None:
             dcp.save(state_of(), storage_writer=CheckpointWriter(folder / name))
         assert not os.path.lexists(folder / name)
     if rank == 0:
-        torchlift.convert(path, folder / f"writer-{world}.pt")
-        same(torch.load(folder / f"writer-{world}.pt", weights_only=True), expected, "converted")
+        torchlift.convert(path, folder / "writer.pt")
+        same(torch.load(folder / "writer.pt", weights_only=True), expected, "converted")
     dist.barrier()
     model_state = get_model_state_dict(model)
     if world > 1:
@@ -592,7 +591,7 @@ def test_dcp_saves_through_the_writer(folder: Path) -> None:
     dist.barrier()
     assert not os.listdir(folder)
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    writer = CheckpointWriter(folder / f"planned-{world}")
+    writer = CheckpointWriter(folder / "planned")
     dcp.save(model_state, storage_writer=writer, planner=planner)
     with pytest.raises(CheckpointException, match=r"pass DefaultSavePlanner\(enable_plan_cach"):
         dcp.save(model_state, storage_writer=writer, planner=planner)
@@ -627,14 +626,14 @@ def test_values_that_differ_between_ranks_are_never_mixed(folder: Path) -> None:
     """One error that names the key on every rank, or rank 0's by the option."""
     world, rank = dist.get_world_size(), dist.get_rank()
     line = cpu_mesh()
-    path = folder / f"mixed-{world}.pt"
+    path = folder / "mixed.pt"
     save_consolidated({"w": torch.ones(3)}, path)
     before = path.read_bytes()
     norm = nn.BatchNorm1d(3)
     norm(torch.arange(6.0).view(2, 3) * (rank + 1))
     for state in (norm, norm.state_dict()):  # of buffers the first rank's count, as in torch
-        save_consolidated(state, folder / f"norm-{world}.pt")
-        found = torch.load(folder / f"norm-{world}.pt")["running_mean"]
+        save_consolidated(state, folder / "norm.pt")
+        found = torch.load(folder / "norm.pt")["running_mean"]
         assert torch.equal(found, torch.arange(6.0).view(2, 3).mean(0) * 0.1)
         dist.barrier()
     copied = {key: value.clone() for key, value in norm.state_dict().items()}
@@ -654,7 +653,7 @@ def test_values_that_differ_between_ranks_are_never_mixed(folder: Path) -> None:
                 save(state, path.with_suffix(f".{suffix}"))
             assert "rank 1 differ from those of rank 0" in str(caught.value)
             assert 'replicated="rank0"' in str(caught.value)
-            chosen = folder / f"chosen-{world}.{suffix}"
+            chosen = folder / f"chosen.{suffix}"
             save(state, chosen, replicated="rank0")
             found = torchlift.open(chosen).state_dict()
             everywhere: list[Any] = [None] * world
@@ -698,8 +697,7 @@ def test_values_that_differ_between_ranks_are_never_mixed(folder: Path) -> None:
 @on(1, 2, 4)
 def test_keeps_sparse_and_quantised_tensors(folder: Path) -> None:
     """In a torch file, of which each rank writes a part; DCP is refused on every rank."""
-    world = dist.get_world_size()
-    path, dense = folder / f"kinds-{world}.pt", torch.arange(12.0).view(3, 4)
+    path, dense = folder / "kinds.pt", torch.arange(12.0).view(3, 4)
     state = {
         "w": distribute_tensor(dense, cpu_mesh(), [Shard(0)]),
         "sparse": dense.to_sparse(),
@@ -712,9 +710,9 @@ def test_keeps_sparse_and_quantised_tensors(folder: Path) -> None:
         assert torch.equal(found["codes"].int_repr(), state["codes"].int_repr())
     assert torchlift.verify(path).ok
     with pytest.raises(PlacementError, match=r"'sparse': cannot be stored.*as a torch file, which"):
-        torchlift.save(state, folder / f"kinds-{world}", format="dcp")
+        torchlift.save(state, folder / "kinds", format="dcp")
     dist.barrier()
-    assert not (folder / f"kinds-{world}").exists()
+    assert not (folder / "kinds").exists()
 
 
 @on(1, 2, 4)
@@ -722,7 +720,7 @@ def test_saves_among_the_ranks_of_a_process_group(folder: Path) -> None:
     """The first of them does what rank 0 does, and the others are not asked."""
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group([world - 1])
-    path = folder / f"group-{world}.pt"
+    path = folder / "group.pt"
     if rank == world - 1:
         save_consolidated({"w": torch.ones(3)}, path, process_group=group)
     everybody = dist.new_group(backend="gloo")
@@ -740,9 +738,9 @@ def test_saves_among_the_ranks_of_a_process_group(folder: Path) -> None:
 @on(1, 2, 4)
 def test_names_in_the_file_are_those_of_the_bare_model(folder: Path) -> None:
     """Whatever it is wrapped in: for DDP each rank writes some of what all have."""
-    world, bare = dist.get_world_size(), net()
+    _world, bare = dist.get_world_size(), net()
     for suffix in ("pt", "safetensors"):
-        path = folder / f"wrapped-{world}.{suffix}"
+        path = folder / f"wrapped.{suffix}"
         for wrap in ("ddp", "compiled ddp", "ddp of compiled", "checkpointed blocks in ddp"):
             save_consolidated(WRAPPERS[wrap](net()), path)
             found = torch.load(path) if suffix == "pt" else load_file(path)
