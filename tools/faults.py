@@ -523,7 +523,7 @@ FAULTS = [
         "_save/files.py",
         "if found != nbytes:",
         "if found is None:",
-        "save/test_faults.py save/test_save.py distributed/test_save_ranks.py",
+        "save/test_faults.py save/test_save.py distributed/test_save.py",
     ),
     Fault(
         "Ctrl-C inside of torch's writer becomes a RuntimeError",
