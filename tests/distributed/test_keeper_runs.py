@@ -46,8 +46,8 @@ class Loader:
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.refuses = at, torch.full((3,), float(at)), False
-        # torch does not copy compressed tensors deeply.
-        self.edges = (torch.eye(3) * at).to_sparse_csr()
+        # torch does not copy compressed tensors deeply. A folder of ranks keeps dense ones only.
+        self.edges = None if dist.is_initialized() else (torch.eye(3) * at).to_sparse_csr()
 
     def state_dict(self) -> Objects:
         rows = [*range(self.at)]
