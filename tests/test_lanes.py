@@ -52,7 +52,9 @@ def test_worlds_of_four_ranks_are_slow_but_those_of_loading(marks: dict[str, set
     loading = {name: known for name, known in marks.items() if "every_world" in known}
     assert loading
     assert not [name for name, known in loading.items() if "slow" in known]
-    keepers = [name for name in marks if "distributed/test_keeper.py" in name and "-4]" in name]
+    keepers = [
+        name for name in marks if "distributed/test_keeper_ranks.py" in name and "[4" in name
+    ]
     assert keepers
     assert all("slow" in marks[name] for name in keepers)
 

@@ -7,16 +7,12 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hooked_models import TROUBLES, attributes, layers, refuses, renames, state_for
-from ranks import run_workers
-from state_models import equal, step
+from state_models import same, step
 from torch import nn
 
 import torchlift.distributed as ours
@@ -60,13 +56,13 @@ def test_a_refusal_leaves_everything_as_it_was(name: str, options: dict[str, Any
             optim_state_dict=states[1],
             options=StateDictOptions(**options),
         )
-    assert equal(everything(model, optimizer), before)
+    assert same(everything(model, optimizer), before)
     for now, then in zip(attributes(model), kept, strict=True):
         assert now.keys() == then.keys()
         assert all(_alike(now[key], then[key]) for key in now), name
     for now, then in zip(optimizer.state.values(), moments, strict=True):
         assert all(now[key] is then[key] for key in then)
-    assert equal(states, given)
+    assert same(states, given)
 
 
 def _alike(now: Any, then: Any) -> bool:
@@ -120,12 +116,12 @@ def test_what_is_accepted_is_loaded() -> None:
         model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
     )
     assert done == ([], [])
-    assert equal(model[0].weight.detach(), states[0]["first.weight"])
-    assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
+    assert same(model[0].weight.detach(), states[0]["first.weight"])
+    assert same(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
     assert model.calls == 1
 
 
-@pytest.mark.parametrize("how", ["hook", "override"])
+@pytest.mark.parametrize("how", ["hook", "override", "late"])
 def test_an_optimizer_that_refuses_leaves_the_model_alone(how: str) -> None:
     """Its hooks and its own ``load_state_dict`` run last."""
 
@@ -134,14 +130,25 @@ def test_an_optimizer_that_refuses_leaves_the_model_alone(how: str) -> None:
             super().load_state_dict(state_dict)
             raise ValueError("no")
 
+    class Late(torch.optim.Adam):
+        real: object = None
+
+        def __setstate__(self, state: Any) -> None:
+            super().__setstate__(state)
+            if self.real is self:  # which a copy of it does not show
+                raise ValueError("no")
+
     def refuse(optimizer: Any) -> None:
         for state in optimizer.state.values():
             state["exp_avg"].add_(1)
         raise ValueError("no")
 
     model = layers()
-    optimizer = (Own if how == "override" else torch.optim.Adam)(model.parameters())
+    kinds = {"hook": torch.optim.Adam, "override": Own, "late": Late}
+    optimizer: Any = kinds[how](model.parameters())
     step(model, optimizer)
+    if how == "late":
+        optimizer.real = optimizer
     if how == "hook":
         optimizer.register_load_state_dict_post_hook(refuse)
     states = states_for(model)
@@ -151,28 +158,11 @@ def test_an_optimizer_that_refuses_leaves_the_model_alone(how: str) -> None:
         ours.set_state_dict(
             model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
         )
-    assert equal(everything(model, optimizer), before)
+    assert same(everything(model, optimizer), before)
     assert optimizer.param_groups is groups
     with pytest.raises(ValueError, match="no"):
         ours.set_optimizer_state_dict(model, optimizer, states[1])
-    assert equal(everything(model, optimizer), before)
-
-
-def test_a_state_of_another_kind_of_optimizer_is_refused_at_once() -> None:
-    """Adam itself would only find out that SGD counts no steps when everything is written."""
-    model = layers()
-    optimizer = trained(model)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step(model, sgd)
-    states = states_for(model)[0], ours.get_optimizer_state_dict(model, sgd)
-    before = everything(model, optimizer)
-    with pytest.raises(
-        ours.StateDictMismatch, match="saved by another kind of optimizer than Adam"
-    ):
-        ours.set_state_dict(
-            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
-        )
-    assert equal(everything(model, optimizer), before)
+    assert same(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("bad", ["text", "inference"])
@@ -189,7 +179,7 @@ def test_a_tensor_that_cannot_be_written_is_an_error_for_all(bad: str) -> None:
     before = copy.deepcopy(dict(model.state_dict()))
     with pytest.raises(RuntimeError):
         ours.set_model_state_dict(model, states[0])
-    assert equal(dict(model.state_dict()), before)
+    assert same(dict(model.state_dict()), before)
     assert optimizer.state
 
 
@@ -213,19 +203,6 @@ def test_what_a_hook_that_raises_has_written_is_taken_back() -> None:
     assert state["0.bias"].all()
 
 
-def test_swapped_tensors_are_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's flag a load exchanges what is inside of parameters."""
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    model = layers()
-    refuses(model)
-    before = copy.deepcopy(dict(model.state_dict()))
-    kept = [(param, param.data_ptr()) for param in model.parameters()]
-    with pytest.raises(ValueError, match="no"):
-        ours.set_model_state_dict(model, state_for(model))
-    assert equal(dict(model.state_dict()), before)
-    assert [(id(p), p.data_ptr()) for p in model.parameters()] == [(id(p), at) for p, at in kept]
-
-
 def test_swapped_parameters_get_back_all_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient, attributes and hooks; torch leaves them with a tensor that nobody holds."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
@@ -233,6 +210,8 @@ def test_swapped_parameters_get_back_all_that_is_theirs(monkeypatch: pytest.Monk
     refuses(model)
     model(torch.rand(3, 3)).sum().backward()
     params = list(model.parameters())
+    before = copy.deepcopy(dict(model.state_dict()))
+    memory = [param.data_ptr() for param in params]
     for param in params:
         param.mark = "mine"
         param.register_hook(lambda grad: called.append(grad))
@@ -241,6 +220,8 @@ def test_swapped_parameters_get_back_all_that_is_theirs(monkeypatch: pytest.Monk
     grads = [(param.grad, param.grad.clone()) for param in params]
     with pytest.raises(ValueError, match="no"):
         ours.set_model_state_dict(model, state_for(model))
+    assert same(dict(model.state_dict()), before)
+    assert [param.data_ptr() for param in model.parameters()] == memory
     for param, (grad, values) in zip(params, grads, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, values)
@@ -271,21 +252,6 @@ def test_an_expanded_tensor_gets_its_values_and_its_flag_back() -> None:
     assert model.wide.stride() == (1, 0)
 
 
-@cache
-def results(ranks: int) -> dict[str, str]:
-    with TemporaryDirectory() as out:
-        return run_workers(Path(__file__).with_name("workers_refusal.py"), ranks, Path(out))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_one_rank_that_refuses_stops_all(ranks: int) -> None:
-    """Every rank raises, none hangs, and nothing has changed on any of them."""
-    found = results(ranks)
-    assert len(found) > 5
-    assert not [f"{name}: {text}" for name, text in found.items() if text]
-
-
 W = torch.linspace(-1, 1, 12).view(4, 3)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # on its way out of torch, and still in files
@@ -300,13 +266,21 @@ BAD: dict[str, Any] = {
     "jagged": torch.nested.nested_tensor([W[:1], W[1:]], layout=torch.jagged),
     "shape": torch.zeros(3, 4),
     "number": 1.0,
+    "no dimension": torch.tensor(1.0),
     "text": "a text",
+    **{f"empty {kind.__name__}": kind() for kind in (list, tuple, dict)},
+    "list": [torch.ones(4, 3)],
+    "dict": {"a": torch.ones(4, 3)},
     "numbers": [1.0, 2.0],
     "none": None,
 }
 SAYS = {
-    "shape": "shape|size mismatch",
-    **dict.fromkeys(("number", "text", "numbers", "none"), "cannot be copied.*found a [a-zA-Z]+."),
+    **dict.fromkeys(("shape", "no dimension"), "shape|size mismatch"),
+    **{
+        name: "cannot be copied.*found an? [a-zA-Z]+."
+        for name, value in BAD.items()
+        if not isinstance(value, torch.Tensor)
+    },
 }
 
 
@@ -324,7 +298,7 @@ def test_a_value_that_cannot_be_copied_is_found_before_anything_changes(
     state["0.weight"] = BAD[name]
     with pytest.raises(ours.StateDictMismatch, match=says):
         ours.set_model_state_dict(model, dict(reversed(state.items())), options=options)
-    assert equal(dict(model.state_dict()), before)
+    assert same(dict(model.state_dict()), before)
     optimizers = [trained(model), torch.optim.Adam(model.parameters())]
     saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizers[0]))
     for moments in saved["state"].values():
@@ -336,7 +310,7 @@ def test_a_value_that_cannot_be_copied_is_found_before_anything_changes(
         expected = "the saved state is not a tensor" if not torch.is_tensor(BAD[name]) else says
         with pytest.raises(ours.StateDictMismatch, match=expected):
             ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
-        assert equal(everything(model, optimizer), kept)
+        assert same(everything(model, optimizer), kept)
         step(model, optimizer)
 
 
@@ -372,10 +346,10 @@ def test_an_interrupt_in_the_middle_leaves_all_loaded_or_nothing(early: bool) ->
             model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
         )
     if early:
-        assert equal(everything(model, optimizer), before)
+        assert same(everything(model, optimizer), before)
         return
-    assert equal(dict(model.state_dict()), dict(states[0]))
-    assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
+    assert same(dict(model.state_dict()), dict(states[0]))
+    assert same(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
 
 
 class Remembering(nn.Linear):
@@ -412,4 +386,4 @@ def test_an_interrupt_while_a_load_is_taken_back_lets_that_end() -> None:
     before = copy.deepcopy(dict(model.state_dict()))
     with pytest.raises(KeyboardInterrupt):
         ours.set_model_state_dict(model, saved)
-    assert equal(dict(model.state_dict()), before)
+    assert same(dict(model.state_dict()), before)

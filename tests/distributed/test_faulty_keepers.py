@@ -57,7 +57,7 @@ def test_a_fault_of_one_rank_ends_a_keeper_on_all(way: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "kills"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 3), (2, 3), (4, 1)])
 def test_a_job_that_is_killed_goes_on_where_it_was(ranks: int, kills: int, tmp_path: Path) -> None:
     """The latest complete checkpoint has all its values, and the next save leaves nothing else."""
     done = run(KILLED, tmp_path, KILLS or kills, ranks)

@@ -82,10 +82,10 @@ def test_a_function_that_fails_removes_nothing_and_is_told_of(tmp_path: Path) ->
 
 
 def test_a_checkpoint_without_metrics_is_saved_and_never_the_best(tmp_path: Path) -> None:
-    """Such as one before the first evaluation. It takes its place among the latest."""
+    """Such as one before the first evaluation, or one whose loss is not a number."""
     with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
-        for step, metrics in ((1, None), (2, {"loss": 1.0}), (3, None), (4, None)):
-            keeper.save(step, STATE, metrics=metrics)
+        for step, loss in enumerate((float("nan"), 1.0, None, None), 1):
+            keeper.save(step, STATE, metrics=None if loss is None else {"loss": loss})
         assert keeper.steps() == [2, 4]
         assert keeper.best() == str(path_of(tmp_path, 2))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_models import FLAT, equal, step, two_layers
+from state_models import FLAT, same, step, two_layers
 
 import torchlift.distributed as ours
 
@@ -40,8 +40,8 @@ def test_reading_the_state_takes_no_step(name: str) -> None:
     calls: list[object] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     found = ours.get_optimizer_state_dict(model, optimizer)
-    assert equal(dict(model.state_dict()), dict(before[0]))
-    assert equal(optimizer.state_dict(), before[1])
+    assert same(dict(model.state_dict()), dict(before[0]))
+    assert same(optimizer.state_dict(), before[1])
     assert not calls
     assert all(param.grad is None for param in model.parameters())
     for state in found["state"].values():
@@ -61,7 +61,7 @@ def test_a_state_read_before_the_first_step_continues_like_a_new_optimizer(name:
             ours.set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved))
         step(model, optimizer, 3)
         results.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
-    assert equal(*results)
+    assert same(*results)
 
 
 def test_a_parameter_that_never_had_a_gradient_is_saved_like_the_others() -> None:
@@ -182,9 +182,9 @@ def test_reading_a_wrapper_does_not_train_what_it_holds(wrapper: Any, inner: str
     before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
     found = ours.get_optimizer_state_dict(model, wrapped)
     ours.set_optimizer_state_dict(model, wrapped, copy.deepcopy(found))
-    assert equal((dict(model.state_dict()), optimizer.state_dict()), before)
+    assert same((dict(model.state_dict()), optimizer.state_dict()), before)
     assert [param.grad for param in model.parameters()] == grads
-    assert all(equal(grad, torch.ones_like(grad)) for grad in grads)
+    assert all(same(grad, torch.ones_like(grad)) for grad in grads)
     assert found["state"] == {}
 
 
@@ -200,11 +200,11 @@ def test_initial_state_is_made_from_the_weights(make: Any) -> None:
             ours.set_optimizer_state_dict(model, optimizer, saved)
         step(model, optimizer, 2)
         results.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
-    assert equal(*results)
+    assert same(*results)
     model = two_layers()
     found = ours.get_optimizer_state_dict(model, Master(model.parameters()))["state"]
     for name, weight in model.state_dict().items():
-        assert equal(found[name]["master"], weight)
+        assert same(found[name]["master"], weight)
         assert found[name]["master"].data_ptr() != weight.data_ptr()
 
 
@@ -259,9 +259,9 @@ def test_an_initial_state_can_be_set_again_after_training(name: str) -> None:
         model.load_state_dict(weights)
         ours.set_optimizer_state_dict(model, optimizer, initial)
         step(model, optimizer, 2)
-        assert equal(initial, kept)
+        assert same(initial, kept)
         results.append(copy.deepcopy((dict(model.state_dict()), optimizer.state_dict())))
-    assert equal(*results)
+    assert same(*results)
 
 
 def test_objects_in_a_state_are_copied_too() -> None:
@@ -295,7 +295,7 @@ def test_sparse_adam_has_an_initial_state() -> None:
         optimizer.step()
         optimizer.zero_grad()
         results.append(copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()["state"])))
-    assert equal(*results)
+    assert same(*results)
 
 
 class Closure(torch.optim.Optimizer):
@@ -325,4 +325,4 @@ def test_an_optimizer_that_asks_for_a_closure_is_read_like_any_other() -> None:
         assert report.left_out == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert vars(optimizer).keys() == before.keys()
     assert all(vars(optimizer)[key] == before[key] for key in before if "hooks" in key)
-    assert all(equal(param.grad, torch.ones_like(param)) for param in model.parameters())
+    assert all(same(param.grad, torch.ones_like(param)) for param in model.parameters())

@@ -12,8 +12,10 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+import zoo
 from stores import Bucket, S3Server, memory_bucket, s3_server
 from torch import nn
+from zoo import same, trained
 
 import torchlift
 from torchlift.distributed import CheckpointWriter, RunFolder
@@ -36,24 +38,6 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     return made
 
 
-def _run(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
-
-
-def _train(run: dict[str, Any], steps: int) -> None:
-    for _ in range(steps):
-        run["model"](torch.randn(16, 4)).square().mean().backward()
-        run["optimizer"].step()
-        run["optimizer"].zero_grad()
-
-
-def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    one, other = left["model"].state_dict(), right["model"].state_dict()
-    return all(torch.equal(value, other[key]) for key, value in one.items())
-
-
 def _saved(keeper: torchlift.Keeper, step: int, model: nn.Module) -> None:
     keeper.save(step, model=model)
     keeper.wait()
@@ -61,20 +45,22 @@ def _saved(keeper: torchlift.Keeper, step: int, model: nn.Module) -> None:
 
 def test_a_run_on_a_url_goes_on_bit_by_bit(bucket: Bucket) -> None:
     """Saved in the background, found by another keeper, and seen by who looks into its folder."""
-    run, options = _run(), bucket.options
+    (model, optimizer), options = trained(), bucket.options
+    run = {"model": model, "optimizer": optimizer}
     with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
         assert keeper.resume(run) is None
         assert (keeper.steps(), keeper.latest()) == ([], None)
-        _train(run, 3)
+        zoo.step(model, optimizer, 3)
         assert keeper.save(3, run, epoch=1)
-        _train(run, 3)  # while it is being sent
+        zoo.step(model, optimizer, 3)  # while it is being sent
         keeper.wait()
         assert keeper.latest() == bucket / "step-000000003.pt"
-    again = _run(seed=1)
+    other, loaded = trained(1)
+    again = {"model": other, "optimizer": loaded}
     with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
         assert keeper.resume(again, epoch=1) == 3
-        _train(again, 3)
-        assert _same(again, run)
+        zoo.step(other, loaded, 3)
+        assert same(other, model)
     folder = RunFolder(bucket.url, storage_options=options)
     assert folder.steps() == [3]
     latest = folder.latest()

@@ -2,89 +2,648 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ranks import run_saves_then_loads
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import cpu_mesh, on, saves, worlds
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-pytestmark = [pytest.mark.distributed, pytest.mark.every_world]
+import torchlift
+from torchlift import measure
+from torchlift.distributed import StateDictOptions, set_model_state_dict
+from torchlift.distributed.reader import CheckpointReader
+from torchlift.distributed.save import save_consolidated
+from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
+
+pytestmark = pytest.mark.every_world
 
 WORLDS = (1, 2, 4)  # of two and four ranks the shards of odd sizes overlap, and some are empty
-WORKERS = Path(__file__).with_name("workers_load.py")
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[int, dict[str, str]]:
-    """Every check on every number of ranks, after each number of ranks has saved."""
-    return run_saves_then_loads(WORKERS, WORLDS)
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, buffers of both kinds, a tie, a head, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
+        self.odd = nn.Parameter(torch.randn(7, 3))
+        self.thin = nn.Parameter(torch.randn(1, 5))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("inv_freq", 1.0 / torch.arange(1.0, 5.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(x) + self.down(torch.relu(self.up(self.embed(x)))))
+        return self.head(x) + self.odd.sum() + self.thin.sum() + self.inv_freq.sum()
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        "loads_into_fsdp",
-        "loads_into_hsdp",
-        "loads_into_tensor_parallel",
-        "loads_into_two_dimensions",
-        "loads_every_placement",
-        "refuses_partial_sums",
-        "reads_its_shards_and_no_more",
-        "a_transform_gets_a_tensor_of_the_same_layout",
-        "what_the_file_lacks_is_replayed_in_shards",
-        "a_class_s_own_load_state_dict_is_called_on_every_rank",
-        "loads_after_a_forward_pass",
-        "a_sharded_skeleton_is_materialized_in_shards",
-        "a_load_that_a_hook_undoes_is_not_seen_by_the_next_pass",
-        "a_part_of_a_checkpoint_is_the_same_part_on_all_ranks",
-    ],
-)
-def test_each_rank_loads_its_shards(
-    results: dict[int, dict[str, str]], ranks: int, check: str
-) -> None:
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 12, bias=False)
+
+
+def net(kind: type[nn.Module] = Net, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def meta(kind: type[nn.Module] = Net) -> Any:
+    with torch.device("meta"):
+        made: Any = kind()
+    made.inv_freq = 1.0 / torch.arange(1.0, 5.0)
+    return made
+
+
+STARTS: dict[str, Callable[[], Any]] = {
+    "live": lambda: net(seed=1),
+    "meta": meta,
+    "skeleton": lambda: torchlift.skeleton(Net),
+}
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    fully_shard(model.down)
+    return fully_shard(model)
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    world = dist.get_world_size()
+    shards = 2 if world % 2 == 0 else 1
+    mesh = cpu_mesh(world // shards, shards, names=("rep", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+PLAN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def tp(model: nn.Module) -> nn.Module:
+    return parallelize_module(model, cpu_mesh(), PLAN)
+
+
+def two_d(model: nn.Module) -> nn.Module:
+    world = dist.get_world_size()
+    cuts = 2 if world % 2 == 0 else 1
+    mesh = cpu_mesh(world // cuts, cuts, names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PLAN)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+WRAPS = {"fsdp": fsdp, "hsdp": hsdp, "tp": tp, "two_d": two_d}
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def require_equal(model: nn.Module, expected: dict[str, torch.Tensor], what: object) -> None:
+    """Every tensor, put together from all ranks, is the expected one."""
+    state = model.state_dict()
+    assert set(state) == set(expected), what
+    for key, value in state.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert not value.is_meta, (what, key)
+        assert whole.dtype == expected[key].dtype, (what, key)
+        assert torch.equal(whole, expected[key]), (what, key)
+
+
+def everywhere(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@contextmanager
+def read_bytes() -> Iterator[list[int]]:
+    """How many bytes this process asked the kernel for, by read calls of any kind."""
+
+    def so_far() -> int:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").split("\n")
+        return int(lines[0].split()[1])
+
+    found = [so_far()]
+    yield found
+    found[0] = so_far() - found[0]
+
+
+# ---- one file from which everybody reads ----------------------------------------------------
+
+
+def full_file(folder: Path, kind: type[nn.Module] = Net) -> Path:
+    path = folder / f"{kind.__name__}.pt"
+    if dist.get_rank() == 0:
+        torch.save(net(kind).state_dict(), path)
+    dist.barrier()
+    return path
+
+
+@on(*WORLDS, wrap=WRAPS)
+def test_each_rank_loads_its_shards(wrap: str, folder: Path) -> None:
     """Live, meta and skeleton models, every mode and source: equal to what torch distributes."""
-    assert results[ranks][check] == ""
+    path, expected = full_file(folder), net().state_dict()
+    x = torch.tensor([[1, 5, 11]])
+    modes = ("auto", "assign", "copy", "swap") if wrap in ("fsdp", "two_d") else ("auto", "copy")
+    if dist.get_world_size() == 4:  # which show other shards, and no other mode
+        modes = ("auto",)
+    for start, make in STARTS.items():
+        for mode in modes:
+            for source in ("mmap", "read"):
+                model: Any = WRAPS[wrap](make())
+                report = torchlift.load(model, path, mode=mode, source=source)
+                what = (wrap, start, mode, source)
+                require_equal(model, expected, what)
+                tied = model.head.weight is model.embed.weight
+                assert tied or wrap == "tp", what
+                local = sum(local_of(p).nbytes for p in model.parameters()) + model.count.nbytes
+                assert report.nbytes == local, what
+                assert torch.equal(model.inv_freq, net().inv_freq), what
+                made = local_of(model(x))
+                assert torch.allclose(made, net()(x), atol=1e-5), what
+                model(x).sum().backward()
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        "one_rank_that_fails_stops_all",
-        "meshes_that_overlap_in_one_rank_load_together",
-        "code_of_the_model_that_refuses_on_one_rank_stops_all",
-        "a_class_s_own_load_state_dict_that_fails_on_one_rank_stops_all",
-        "a_wrong_argument_on_one_rank_stops_all",
-        "what_all_ranks_meet_is_said_plainly",
-        "replicas_load_together_when_asked",
-    ],
-)
-def test_all_ranks_load_or_none_does(
-    results: dict[int, dict[str, str]], ranks: int, check: str
-) -> None:
-    """An error of one rank is raised by every rank before anything has changed."""
-    assert results[ranks][check] == ""
+class Doubling(nn.Module):
+    """Its files have halves of one weight, and it sums up what was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 3)
+        self.total = 0.0
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        doubled = {**state_dict, "up.weight": state_dict["up.weight"] * 2}
+        found = super().load_state_dict(doubled, *args, **kwargs)
+        self.total = float(local_of(self.up.bias.detach()).sum())
+        return found
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        "loads_what_any_number_of_ranks_saved",
-        "the_reader_serves_dcp",
-        "every_kind_of_shard_comes_through_dcp_and_convert",
-    ],
-)
-def test_checkpoints_of_any_mesh_load_onto_any_other(
-    results: dict[int, dict[str, str]], ranks: int, check: str
-) -> None:
-    """DCP directories (sync, async) and consolidated files of 1, 2 and 4 ranks, onto each."""
-    assert results[ranks][check] == ""
+class Failing(Doubling):
+    """Refuses on the last rank, once its values are in place."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("too old")
+        return found
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_a_failed_consolidated_save_leaves_the_old_file(
-    results: dict[int, dict[str, str]], ranks: int
-) -> None:
-    """Every rank raises, the file is what it was, and there is no debris."""
-    assert results[ranks]["a_save_that_fails_leaves_the_old_file"] == ""
+def halved(folder: Path, kind: type[nn.Module]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a file, and the values of its model."""
+    expected = net(kind).state_dict()
+    path = folder / f"{kind.__name__}.pt"
+    if dist.get_rank() == 0:
+        torch.save({**expected, "up.weight": expected["up.weight"] / 2}, path)
+    dist.barrier()
+    return path, expected
+
+
+@on(*WORLDS)
+def test_a_class_s_own_load_state_dict_is_called_on_every_rank(folder: Path) -> None:
+    path, expected = halved(folder, Doubling)
+    for wrap in ("fsdp", "tp"):
+        for start in (Doubling, lambda: torchlift.skeleton(Doubling)):
+            model: Any = WRAPS[wrap](start())
+            torchlift.load(model, path)
+            require_equal(model, expected, (wrap, start))
+            assert model.total == float(local_of(model.up.bias.detach()).sum())
+    for broadcast in (False, True):
+        model = fsdp(Doubling())
+        state = torchlift.open(path).state_dict() if dist.get_rank() == 0 or not broadcast else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, state, options=options)
+        require_equal(model, expected, broadcast)
+    # Of a state dict that is sharded, the method gets DTensors, as in torch.
+    state = fsdp(net(Doubling)).state_dict()
+    state["up.weight"] = state["up.weight"] / 2
+    model = fsdp(Doubling())
+    set_model_state_dict(model, state)
+    require_equal(model, expected, "sharded")
+
+
+@on(*WORLDS)
+def test_a_class_s_own_load_state_dict_that_fails_on_one_rank_stops_all(folder: Path) -> None:
+    path, _ = halved(folder, Failing)
+    model = fsdp(Failing())
+    before = {name: local_of(t).clone() for name, t in model.state_dict().items()}
+    with pytest.raises((ValueError, CheckpointError), match="too old"):
+        torchlift.load(model, path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(before[name], local_of(tensor)), name
+
+
+class One(nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+def meshes() -> Iterator[tuple[DeviceMesh, list[list[Any]]]]:
+    world = dist.get_world_size()
+    line = cpu_mesh()
+    yield line, [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]]
+    if world % 2 == 0:
+        grid = cpu_mesh(world // 2, 2, names=("a", "b"))
+        pairs = [Shard(0), Shard(1), Shard(2), Replicate()]
+        yield (
+            grid,
+            [[a, b] for a in pairs for b in pairs] + [[_StridedShard(0, split_factor=2), Shard(0)]],
+        )
+
+
+# Each choice with each one of another kind, in half as many loads as all of them together.
+PAIRS_OF_CHOICES: list[tuple[bool, Any, torch.dtype | None]] = [
+    (True, "mmap", None),
+    (True, "read", torch.float64),
+    (False, "mmap", torch.float64),
+    (False, "read", None),
+]
+
+
+@on(*WORLDS)
+def test_loads_every_placement(folder: Path) -> None:
+    """Uneven and empty shards on any dimension, several mesh dimensions, strided ones."""
+    for shape in ((5, 3, 7), (1, 2, 3), (64, 8, 2048)):
+        whole = torch.randn(shape)
+        path = folder / "one.pt"
+        if dist.get_rank() == 0:
+            torch.save({"w": whole}, path)
+        dist.barrier()
+        for mesh, layouts in meshes():
+            for placements in layouts:
+                strided = any(isinstance(p, _StridedShard) for p in placements)
+                if strided and shape[0] % mesh.size():
+                    continue
+                expected = distribute_tensor(whole, mesh, placements)
+                for live, source, dtype in PAIRS_OF_CHOICES:
+                    start = torch.empty(shape, device="cpu" if live else "meta")
+                    model = One(distribute_tensor(start, mesh, placements, src_data_rank=None))
+                    torchlift.load(model, path, source=source, dtype=dtype)
+                    local = model.w.to_local()
+                    want = expected.to_local().to(dtype or torch.float32)
+                    what = (shape, placements, source, dtype)
+                    assert local.is_contiguous(), what
+                    assert torch.equal(local, want), what
+                    assert model.w.placements == tuple(placements), what
+        dist.barrier()
+
+
+@on(*WORLDS)
+def test_refuses_partial_sums(folder: Path) -> None:
+    path = full_one(folder, torch.ones(4, 4))
+    mesh = cpu_mesh()
+    model = One(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False))
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, path)
+    assert "partial sum" in str(caught.value)
+    assert "'w'" in str(caught.value)
+
+
+def full_one(folder: Path, whole: torch.Tensor) -> Path:
+    path = folder / "full_one.pt"
+    if dist.get_rank() == 0:
+        torch.save({"w": whole}, path)
+    dist.barrier()
+    return path
+
+
+class Big(nn.Module):
+    """64 MiB in eight matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8192, 256, bias=False) for _ in range(8)])
+
+
+@on(*WORLDS)
+def test_reads_its_shards_and_no_more(folder: Path) -> None:
+    """Bytes within one percent; anonymous memory within the budget; not one collective."""
+    path = full_file(folder, Big)
+    for wrap in (lambda model: fully_shard(model), split_columns):
+        for source in ("read", "mmap"):
+            model = wrap(torchlift.skeleton(Big))
+            with CommDebugMode() as comm, measure.memory() as use, read_bytes() as asked:
+                report = torchlift.load(model, path, source=source, collective=False)
+            shards = sum(local_of(p).nbytes for p in model.parameters())
+            assert comm.get_total_counts() == 0, comm.get_comm_counts()
+            contiguous = wrap is not split_columns
+            if source == "read":
+                assert report.bytes_read == shards, (report.bytes_read, shards)
+                # The rest is copied from a map of the file.
+                assert asked[0] < 1.01 * shards + (1 << 16), (asked, shards)
+                assert use.added_anonymous < shards + (64 << 20), use
+            elif contiguous:
+                assert report.bytes_read == 0, report
+                if 256 % dist.get_world_size():
+                    continue  # FSDP pads uneven shards, in memory of its own
+                assert use.added_anonymous < 8 << 20, use
+
+
+def split_columns(model: nn.Module) -> nn.Module:
+    mesh = cpu_mesh()
+    for layer in model.layers:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(1)]))
+    return model
+
+
+@on(*WORLDS)
+def test_a_transform_gets_a_tensor_of_the_same_layout(folder: Path) -> None:
+    path, expected = full_file(folder), net().state_dict()
+    seen: list[bool] = []
+
+    def double(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(isinstance(tensor, DTensor) and tensor.shape == expected[key].shape)
+        return tensor * 2
+
+    for make in STARTS.values():
+        seen.clear()
+        model = fsdp(make())
+        torchlift.load(model, path, transform=double)
+        assert sum(seen) == 9, seen
+        require_equal(model, {key: value * 2 for key, value in expected.items()}, "transform")
+    with pytest.raises((PlacementError, MismatchError), match="transform"):
+        torchlift.load(model, path, transform=lambda key, t: local_of(t).clone())
+    with pytest.raises(PlacementError, match="transform got a DTensor and returned another layout"):
+        torchlift.load(
+            model, path, transform=lambda key, t: t.redistribute(placements=[Replicate()])
+        )
+
+
+@on(*WORLDS)
+def test_what_the_file_lacks_is_replayed_in_shards(folder: Path) -> None:
+    path = folder / "saved.pt"
+    whole = net().state_dict()
+    if dist.get_rank() == 0:
+        torch.save({k: v for k, v in whole.items() if not k.startswith("up.")}, path)
+    dist.barrier()
+    model = fsdp(torchlift.skeleton(Net))
+    torch.manual_seed(7)
+    report = torchlift.load(model, path, strict=False)
+    assert set(report.replayed) == {"up.weight", "up.bias", "inv_freq"}, report
+    state = model.state_dict()
+    weight = state["up.weight"].full_tensor()
+    assert weight.abs().max() <= 8**-0.5
+    assert weight.std() > 0.1
+    assert torch.equal(state["down.weight"].full_tensor(), whole["down.weight"])
+
+
+@on(*WORLDS)
+def test_loads_after_a_forward_pass(folder: Path) -> None:
+    """FSDP may have left whole parameters in the slots; the next pass uses what was loaded."""
+    path, x = full_file(folder), torch.tensor([[1, 5, 11]])
+    for mode in ("copy", "assign", "swap", "auto"):
+        model: Any = fully_shard(net(seed=1), reshard_after_forward=False)
+        with torch.no_grad():
+            model(x)
+        torchlift.load(model, path, mode=mode)
+        assert torch.allclose(model(x), net()(x), atol=1e-5), mode
+        require_equal(model, net().state_dict(), mode)
+
+
+@on(*WORLDS)
+def test_a_sharded_skeleton_is_materialized_in_shards(folder: Path) -> None:
+    model: Any = fsdp(torchlift.skeleton(Net))
+    torchlift.materialize(model)
+    assert torch.equal(model.norm.weight.full_tensor(), torch.ones(8))
+    assert model.up.weight.to_local().shape == fsdp(net()).up.weight.to_local().shape
+
+
+@on(*WORLDS)
+def test_a_load_that_a_hook_undoes_is_not_seen_by_the_next_pass(folder: Path) -> None:
+    """FSDP keeps references of its own to the shards' memory."""
+    path, x = full_file(folder), torch.tensor([[1, 5, 11]])
+
+    def refuse(module: nn.Module, keys: Any) -> None:
+        raise ValueError("no")
+
+    for mode in ("copy", "assign", "swap"):
+        model: Any = fsdp(net(seed=1))
+        before = model(x).detach().clone()
+        handle = model.register_load_state_dict_post_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            torchlift.load(model, path, mode=mode)
+        handle.remove()
+        assert torch.equal(model(x), before), mode
+
+
+# ---- one rank fails --------------------------------------------------------------------------
+
+
+def broken_file(folder: Path, how: str) -> Path:
+    good, bad = full_file(folder), folder / f"bad-{dist.get_rank()}.pt"
+    if how == "missing":
+        return folder / "nowhere.pt"
+    data = good.read_bytes()
+    if how == "cut":
+        bad.write_bytes(data[: len(data) // 2])
+    else:
+        state = net().state_dict()
+        state["up.weight"] = torch.zeros(3, 3)
+        torch.save(state, bad)
+    return bad
+
+
+@on(*WORLDS)
+def test_one_rank_that_fails_stops_all(folder: Path) -> None:
+    """The same error everywhere, with the rank in it; nothing has changed anywhere."""
+    good, last = full_file(folder), dist.get_world_size() - 1
+    for how, kind in (("missing", FormatError), ("cut", FormatError), ("shape", MismatchError)):
+        for wrap in ("fsdp", "two_d"):
+            model = WRAPS[wrap](net(seed=1))
+            before = {key: local_of(value).clone() for key, value in model.state_dict().items()}
+            bad = broken_file(folder, how)
+            path = bad if dist.get_rank() == last else good
+            with pytest.raises(kind) as caught:
+                torchlift.load(model, path)
+            text = str(caught.value)
+            assert f"on rank {last}: " in text or last == 0, text
+            assert len(set(everywhere(text))) == 1, everywhere(text)
+            for key, value in model.state_dict().items():
+                assert torch.equal(local_of(value), before[key]), (how, key)
+
+
+@on(4)
+def test_meshes_that_overlap_in_one_rank_load_together(folder: Path) -> None:
+    """A rank inside one of them cannot know that another is inside both."""
+    rank = dist.get_rank()
+    left, right = (DeviceMesh("cpu", list(pair)) for pair in ((0, 1), (1, 2)))
+    path = folder / "overlap.pt"
+    if rank == 0:
+        torch.save({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, path)
+    for failing in (None, 0, 2):
+        model: Any = nn.Module()
+        for name, mesh in (("a", left), ("b", right)):
+            mine = torch.zeros(2 if mesh.get_coordinate() is not None else 0, 2)
+            made = DTensor.from_local(mine, mesh, [Shard(0)], shape=(4, 2), stride=(2, 1))
+            model.register_parameter(name, nn.Parameter(made))
+        dist.barrier()
+        if rank > 2:
+            continue
+        if failing is None:
+            torchlift.load(model, path)
+            assert all(bool(local_of(p).eq(1).all()) for p in model.parameters())
+            continue
+        with pytest.raises(FormatError, match=f"on rank {failing}"):
+            torchlift.load(model, folder / "nowhere.pt" if rank == failing else path)
+        assert all(bool(local_of(p).eq(0).all()) for p in model.parameters())
+
+
+@on(*WORLDS)
+def test_a_wrong_argument_on_one_rank_stops_all(folder: Path) -> None:
+    good, last = full_file(folder), dist.get_world_size() - 1
+    model = fsdp(net(seed=1))
+    rename: Any = (lambda key: 5) if dist.get_rank() == last else None
+    failed = dist.get_rank() == last
+    with pytest.raises(TypeError if failed else CheckpointError) as caught:
+        torchlift.load(model, good, rename=rename)
+    assert failed or f"on rank {last}: TypeError" in str(caught.value)
+
+
+@on(*WORLDS)
+def test_replicas_load_together_when_asked(folder: Path) -> None:
+    good, last = full_file(folder), dist.get_world_size() - 1
+    model = net(seed=1)
+    path = folder / "nowhere.pt" if dist.get_rank() == last else good
+    with pytest.raises(FormatError):
+        torchlift.load(model, path, collective=True)
+    require_equal(model, net(seed=1).state_dict(), "unchanged")
+    dist.barrier()
+
+
+# ---- from any number of ranks to any other ---------------------------------------------------
+
+
+def files_of(saved: Path, name: str) -> list[Path]:
+    return sorted(saved.glob(f"{name}-from-*"))
+
+
+@saves(*WORLDS)
+def writes_checkpoints(saved: Path) -> None:
+    world = dist.get_world_size()
+    for wrap in ("fsdp", "two_d"):
+        model = WRAPS[wrap](net(Untied))
+        dcp.save(model.state_dict(), checkpoint_id=saved / f"dcp-from-{world}-{wrap}")
+        wrote = save_consolidated(
+            model, saved / f"one-from-{world}-{wrap}.safetensors", metadata={"a": "b"}
+        )
+        total = sum(v.numel() * v.itemsize for v in net(Untied).state_dict().values())
+        assert sum(everywhere(wrote)) == total, wrote
+    columns = {"odd": distribute_tensor(net().odd.detach(), cpu_mesh(), [Shard(1)])}
+    dcp.save(columns, checkpoint_id=saved / f"columns-from-{world}")
+    future = dcp.async_save(columns, checkpoint_id=saved / f"columns-from-{world}-async")
+    future.result()
+
+
+@on(*WORLDS)
+def test_loads_what_any_number_of_ranks_saved(saved: Path) -> None:
+    expected = net(Untied).state_dict()
+    paths = files_of(saved, "dcp") + files_of(saved, "one")
+    assert len(paths) == 4 * len(worlds()), paths
+    # Each choice with each one of another kind.
+    ways: list[tuple[bool, Any, str]] = [
+        (True, "mmap", "fsdp"),
+        (True, "read", "two_d"),
+        (False, "mmap", "two_d"),
+        (False, "read", "fsdp"),
+    ]
+    for path in paths:
+        for live, source, wrap in ways:
+            start = net(Untied, 1) if live else torchlift.skeleton(Untied)
+            model = WRAPS[wrap](start)
+            report = torchlift.load(model, path, source=source)
+            require_equal(model, expected, (path.name, source, wrap))
+            if source == "read":
+                local = sum(local_of(v).nbytes for v in model.state_dict().values())
+                assert report.bytes_read == local, (path.name, report)
+    mesh = cpu_mesh()
+    for path in files_of(saved, "columns"):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            made = One(distribute_tensor(torch.zeros(7, 3), mesh, [placement]))
+            torchlift.load(made, path, rename=lambda key: "w")
+            assert torch.equal(made.w.full_tensor(), net().odd), (path, placement)
+
+
+@on(*WORLDS)
+def test_a_part_of_a_checkpoint_is_the_same_part_on_all_ranks(folder: Path) -> None:
+    """What is left out keeps its local values; a pattern that fits nothing is an error of all."""
+    path = folder / "saved.pt"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for value in model.parameters():
+        nn.init.zeros_(value)
+    if dist.get_rank() == 0:
+        torch.save({key: torch.ones_like(v) for key, v in model.state_dict().items()}, path)
+    dist.barrier()
+    fully_shard(model, mesh=cpu_mesh())
+    report = torchlift.load(model, path, include=["0.*"])
+    assert report.missing_keys == ["1.weight", "1.bias"]
+    assert sorted(report.loaded) == ["0.bias", "0.weight"]
+    with pytest.raises(MismatchError, match=r"no key fits the pattern '2\.\*'"):
+        torchlift.load(model, path, exclude=["2.*"])
+    for name, value in model.named_parameters():
+        assert (value.to_local() == name.startswith("0.")).all(), name
+
+
+@on(*WORLDS)
+def test_the_reader_serves_dcp(saved: Path) -> None:
+    """dcp.load through CheckpointReader: from a torch file, safetensors and DCP, onto this mesh."""
+    expected = net(Untied).state_dict()
+    wrapped = saved / "wrapped.pt"
+    if dist.get_rank() == 0:
+        torch.save({"model": expected, "step": 7}, wrapped)
+    dist.barrier()
+    paths = files_of(saved, "dcp") + files_of(saved, "one")
+    sources = [(wrapped, "model"), *((path, None) for path in paths)]
+    for path, root in sources:
+        for wrap in ("fsdp", "two_d"):
+            model = WRAPS[wrap](net(Untied, 1))
+            state = model.state_dict()
+            dcp.load(state, storage_reader=CheckpointReader(path, root=root))
+            require_equal(model, expected, (path.name, wrap))
+    found = {"step": 0}
+    dcp.load(found, storage_reader=CheckpointReader(wrapped))
+    assert found == {"step": 7}
+
+
+@on(*WORLDS)
+def test_every_kind_of_shard_comes_through_dcp_and_convert(folder: Path) -> None:
+    """Rows, columns, experts, replicated and strided ones: saved, put together, loaded as others.
+
+    Into memory of its own, and into a view with gaps between its rows.
+    """
+    whole = torch.randn((4, 16, 2048), generator=torch.Generator().manual_seed(1))
+    kinds = [(mesh, found) for mesh, layouts in meshes() for found in layouts]
+    for number, (mesh, placements) in enumerate(kinds):
+        path = folder / f"kind-{number}"
+        file = path.with_suffix(".safetensors")
+        dcp.save({"w": distribute_tensor(whole, mesh, placements)}, checkpoint_id=path)
+        if dist.get_rank() == 0:
+            torchlift.convert(path, file)
+            with torchlift.open(file) as ckpt:
+                assert torch.equal(ckpt["w"], whole), placements
+        dist.barrier()
+        for gap, (target, onto) in enumerate((kinds[number - 1], kinds[(number + 5) % len(kinds)])):
+            expected = distribute_tensor(whole, target, onto)
+            local = expected.to_local()
+            for source in (path, file):
+                wide = torch.zeros(*local.shape[:-1], local.shape[-1] + 3 * gap)
+                made = wide[..., : local.shape[-1]]
+                layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+                state = {"w": DTensor.from_local(made, target, onto, **layout)}
+                dcp.load(state, storage_reader=CheckpointReader(source))
+                assert torch.equal(made, local), (placements, onto, source)
+                assert not wide[..., local.shape[-1] :].any(), (placements, onto, source)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from optimizer_kinds import Codes, Lion
-from state_models import equal, step, two_layers
+from ranks import cpu_mesh, on
+from state_models import same, step, two_layers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift.distributed import on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Door = Callable[[nn.Module, torch.optim.Optimizer, Any, Path], object]
@@ -105,8 +105,8 @@ def test_moments_follow_the_dtype_of_their_parameter_as_in_torch(
         before = copy.deepcopy(loaded.state_dict())
         train(other, loaded)
         results.append((before, loaded.state_dict(), dict(other.state_dict())))
-    assert all(equal(results[0], result) for result in results[1:])
-    assert equal(states[1], kept)
+    assert all(same(results[0], result) for result in results[1:])
+    assert same(states[1], kept)
 
 
 class Own(torch.optim.Optimizer):
@@ -153,7 +153,7 @@ def test_what_an_optimizer_keeps_in_another_dtype_than_its_parameters_stays(
     if stepped:
         train(model, other)
     ours.set_optimizer_state_dict(model, other, saved)
-    assert equal(ours.get_optimizer_state_dict(model, other)["state"], saved["state"])
+    assert same(ours.get_optimizer_state_dict(model, other)["state"], saved["state"])
 
 
 @pytest.mark.parametrize("make", [Own, Codes, Lion, torch.optim.NAdam, torch.optim.ASGD])
@@ -172,10 +172,10 @@ def test_a_state_that_was_saved_beside_weights_of_the_same_dtype_is_not_cast(
     else:
         states = copy.deepcopy(ours.get_state_dict(model, optimizer))
         ours.set_state_dict(other, resumed, model_state_dict=states[0], optim_state_dict=states[1])
-    assert equal(resumed.state_dict(), optimizer.state_dict())
+    assert same(resumed.state_dict(), optimizer.state_dict())
     for each in ((model, optimizer), (other, resumed)):
         train(*each)
-    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adam, fused", "SGD"])
@@ -190,7 +190,7 @@ def test_a_keeper_resumes_a_run_with_weights_of_another_dtype(name: str, tmp_pat
     model.bfloat16()
     expected = KINDS[name](model.parameters())
     expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert equal(resumed.state_dict(), expected.state_dict())
+    assert same(resumed.state_dict(), expected.state_dict())
     train(other, resumed)
 
 
@@ -277,7 +277,7 @@ def test_an_option_that_the_file_lacks_is_filled_in_by_the_optimizer_as_in_torch
     by_torch.load_state_dict(plain)
     assert not loaded.param_groups[0][lacks]
     assert loaded.param_groups[0][lacks] == by_torch.param_groups[0][lacks]
-    assert equal(loaded.state_dict()["state"], by_torch.state_dict()["state"])
+    assert same(loaded.state_dict()["state"], by_torch.state_dict()["state"])
     step(model, loaded)
 
 
@@ -304,50 +304,37 @@ def test_a_group_that_the_file_lacks_keeps_its_options() -> None:
     assert optimizer.param_groups[0]["caution"]
 
 
-def run_on_two(folder: str) -> list[bool]:
-    """Load a file of one process, and that of a mesh, into shards of another dtype."""
-    mesh, found = init_device_mesh("cpu", (2,)), list[bool]()
-    for name in ("Adam", "Lion"):
-        model, optimizer = trained(KINDS[name], torch.float32)
-        one = Path(folder) / f"{name}.pt"
-        if mesh.get_rank() == 0:
-            torchlift.save(ours.get_optimizer_state_dict(model, optimizer), one)
-        torch.distributed.barrier()
-        sharded = fully_shard(two_layers(), mesh=mesh)
-        saving = KINDS[name](sharded.parameters())
-        train(sharded, saving)
-        states = copy.deepcopy(ours.get_state_dict(sharded, saving))
-        full = ours.StateDictOptions(full_state_dict=True)
-        sent = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        whole = ours.get_optimizer_state_dict(sharded, saving, options=full)
-        for make in ("file", "set", "both", "broadcast"):
-            other = fully_shard(two_layers().bfloat16(), mesh=mesh)
-            loaded = KINDS[name](other.parameters())
-            if make == "file":
-                ours.load_optimizer(other, loaded, one)
-            elif make == "set":
-                ours.set_optimizer_state_dict(other, loaded, states[1])
-            elif make == "broadcast":
-                given = whole if mesh.get_rank() == 0 else {}
-                ours.set_optimizer_state_dict(other, loaded, given, options=sent)
-            else:
-                ours.set_state_dict(
-                    other, loaded, model_state_dict=states[0], optim_state_dict=states[1]
-                )
-            result = ours.get_optimizer_state_dict(other, loaded, options=full)
-            half = two_layers().bfloat16()
-            expected = KINDS[name](half.parameters())
-            expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            like = ours.get_optimizer_state_dict(half, expected)
-            found.append(equal(result["state"], like["state"]))
-            train(other, loaded)
-    return found
-
-
-@pytest.mark.distributed
-def test_shards_of_moments_follow_the_dtype_of_their_parameter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From one file and from a mesh, with torch's values."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    assert on_ranks(2, run_on_two, str(tmp_path)) == [[True] * 8] * 2
+@on(2, name=("Adam", "Lion"))
+def test_shards_of_moments_follow_the_dtype_of_their_parameter(name: str, folder: Path) -> None:
+    """From the file of one process, and from that of a mesh, with torch's values."""
+    model, optimizer = trained(KINDS[name], torch.float32)
+    one = folder / "one.pt"
+    if dist.get_rank() == 0:
+        torchlift.save(ours.get_optimizer_state_dict(model, optimizer), one)
+    dist.barrier()
+    mesh = cpu_mesh()
+    sharded = fully_shard(two_layers(), mesh=mesh)
+    saving = KINDS[name](sharded.parameters())
+    train(sharded, saving)
+    states = copy.deepcopy(ours.get_state_dict(sharded, saving))
+    full = ours.StateDictOptions(full_state_dict=True)
+    sent = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    whole = ours.get_optimizer_state_dict(sharded, saving, options=full)
+    given = whole if dist.get_rank() == 0 else {}
+    half = two_layers().bfloat16()
+    expected = KINDS[name](half.parameters())
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    like = ours.get_optimizer_state_dict(half, expected)
+    loads: list[Any] = [
+        lambda *to: ours.load_optimizer(*to, one),
+        lambda *to: ours.set_optimizer_state_dict(*to, states[1]),
+        lambda *to: ours.set_optimizer_state_dict(*to, given, options=sent),
+        lambda *to: DOORS["set_state_dict"](*to, states, folder),
+    ]
+    for load in loads:
+        other = fully_shard(two_layers().bfloat16(), mesh=mesh)
+        loaded = KINDS[name](other.parameters())
+        load(other, loaded)
+        result = ours.get_optimizer_state_dict(other, loaded, options=full)
+        assert same(result["state"], like["state"])
+        train(other, loaded)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_models import equal, step, two_layers
+from ranks import on
+from state_models import same, step, two_layers
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
 import torchlift.distributed as ours
 from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
-from torchlift.distributed import on_ranks
 from torchlift.distributed.optimizer_state import name_parameters, require_same_groups
 
 
@@ -103,11 +103,11 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     other = two_layers(1)
     fresh = pair(other)
     ours.set_state_dict(other, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
-    assert equal([each.state_dict() for each in fresh], [each.state_dict() for each in held])
+    assert same([each.state_dict() for each in fresh], [each.state_dict() for each in held])
     before = copy.deepcopy([each.state_dict() for each in fresh])
     with pytest.raises(ours.StateDictMismatch, match="optimizers that it holds instead"):
         ours.set_optimizer_state_dict(other, kind(*fresh), saved[1] | {"state": {}})
-    assert equal([each.state_dict() for each in fresh], before)
+    assert same([each.state_dict() for each in fresh], before)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -148,7 +148,7 @@ def test_what_an_optimizer_keeps_beside_its_parameters_is_not_dropped(tmp_path: 
     loaded = Lookahead(torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     with torchlift.open(tmp_path / "saved.pt") as ckpt:
         loaded.load_state_dict(ckpt.tree())
-    assert equal(loaded.state_dict(), optimizer.state_dict())
+    assert same(loaded.state_dict(), optimizer.state_dict())
     lost = Outer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     ours.get_optimizer_state_dict(model, lost)  # nothing is lost yet
     step(model, lost)
@@ -173,11 +173,12 @@ def test_a_wrapper_of_another_class_loads_what_it_forwards() -> None:
     step(model, saving)
     loading: Any = Proxy(torch.optim.Adam(other.parameters()))
     ours.set_optimizer_state_dict(other, loading, ours.get_optimizer_state_dict(model, saving))
-    assert equal(loading.state_dict(), saving.state_dict())
+    assert same(loading.state_dict(), saving.state_dict())
 
 
-def of_ranks(folder: str) -> None:
-    """Follow what the errors say, on every rank."""
+@on(2)
+def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(folder: Path) -> None:
+    """ZeroRedundancyOptimizer's state is on one rank after consolidating, and goes on from it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, which torch imports for it
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -185,7 +186,7 @@ def of_ranks(folder: str) -> None:
     model = DistributedDataParallel(two_layers())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     step(model, optimizer, 2)
-    path = folder + "/zero.pt"
+    path = folder / "zero.pt"
     for call in (
         partial(ours.get_optimizer_state_dict, model, optimizer),
         partial(torchlift.save, {"optim": optimizer}, path, process_group=dist.group.WORLD),
@@ -204,7 +205,7 @@ def of_ranks(folder: str) -> None:
         loaded.load_state_dict(ckpt.tree())
     for each, stepped in ((model, optimizer), (other, loaded)):
         step(each, stepped, 2)
-    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
     averaging = PostLocalSGDOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager(2),
@@ -212,15 +213,6 @@ def of_ranks(folder: str) -> None:
     with pytest.raises(ours.StateDictMismatch, match="has more than the state and") as caught:
         ours.get_optimizer_state_dict(model, averaging)
     assert caught.value.found == "'step'"
-
-
-@pytest.mark.distributed
-def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeroRedundancyOptimizer's state is on one rank after consolidating, and goes on from it."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, of_ranks, str(tmp_path))
 
 
 def test_another_number_of_groups_than_a_scheduler_has_is_an_error() -> None:

@@ -10,15 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from optimizer_kinds import whole
+from ranks import cpu_mesh, on
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift.distributed import on_ranks
-
-pytestmark = pytest.mark.distributed
 
 
 class Whitening(torch.optim.Optimizer):
@@ -52,7 +49,7 @@ class Weights(nn.Module):
     def _made(self, sharded: bool, *shape: int) -> nn.Parameter:
         values = torch.arange(float(shape[0] * shape[1])).view(shape)
         if sharded:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            mesh = cpu_mesh()
             return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
         return nn.Parameter(values)
 
@@ -79,8 +76,9 @@ def require_same(optimizer: Any, expected: Any) -> None:
         assert torch.equal(moment.full_tensor(), whole(other))
 
 
-def recorded_on_a_mesh(folder: str) -> None:
-    """Into a fresh optimizer, and one that has stepped; out of every form of a state."""
+@on(2)
+def test_the_layout_of_a_square_matrix_is_recorded(folder: Path) -> None:
+    """SOAP, Shampoo, whitening: on as many ranks, nested, gathered, flat and out of files."""
     for square_only in (True, False):
         source = stepped(True, square_only)
         nested = ours.get_optimizer_state_dict(*source)
@@ -105,16 +103,9 @@ def recorded_on_a_mesh(folder: str) -> None:
                 require_same(optimizer, source[1])
 
 
-def test_the_layout_of_a_square_matrix_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SOAP, Shampoo, whitening: on as many ranks, nested, gathered, flat and out of files."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, recorded_on_a_mesh, str(tmp_path))
-
-
-def of_one_process(folder: str) -> None:
-    """The other weight tells which path has a number for each element. Nothing tells the rest."""
+@on(2)
+def test_a_state_of_one_process_with_an_unknown_layout_is_refused(folder: Path) -> None:
+    """Its shape alone never decides."""
     known, unknown = os.path.join(folder, "known.pt"), os.path.join(folder, "unknown.pt")
     if dist.get_rank() == 0:
         for path, square_only in ((known, False), (unknown, True)):
@@ -135,16 +126,9 @@ def of_one_process(folder: str) -> None:
     require_same(optimizer, stepped(False, square_only=True)[1])
 
 
-def test_a_state_of_one_process_with_an_unknown_layout_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its shape alone never decides."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, of_one_process, str(tmp_path))
-
-
-def known_by_the_optimizer(folder: str) -> None:
-    """torch's optimizers say without a step, and without memory, how their state is laid out."""
+@on(2)
+def test_an_optimizer_that_makes_its_state_apart_tells_its_layout(folder: Path) -> None:
+    """So a square weight alone, saved by one process, loads on two ranks."""
     path = os.path.join(folder, "adam.pt")
     if dist.get_rank() == 0:
         model = Weights(False, square_only=True)
@@ -160,14 +144,6 @@ def known_by_the_optimizer(folder: str) -> None:
         moment = optimizer.state[model.square]["exp_avg"]
         assert isinstance(moment, DTensor)
         assert torch.allclose(moment.full_tensor(), torch.full((4, 4), 0.1))
-
-
-def test_an_optimizer_that_makes_its_state_apart_tells_its_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So a square weight alone, saved by one process, loads on two ranks."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, known_by_the_optimizer, str(tmp_path))
 
 
 class Rows(torch.optim.Optimizer):
@@ -189,8 +165,9 @@ class Rows(torch.optim.Optimizer):
                 param.sub_(self.state[param]["rows"].unsqueeze(1) * param, alpha=group["lr"])
 
 
-def of_another_shape(folder: str) -> None:
-    """It is recorded; where it is not, the optimizer's own tensors tell, after one step."""
+@on(2)
+def test_a_sharded_state_of_another_shape_never_becomes_plain(folder: Path) -> None:
+    """The next step would fail, of factored moments, say."""
     path = os.path.join(folder, "rows")
 
     def made(times: int) -> Any:
@@ -248,8 +225,9 @@ class Replicated(torch.optim.Optimizer):
             )
 
 
-def replicated_beside_a_shard() -> None:
-    """Its record counts, and not the layout of its parameter. Without a record it is refused."""
+@on(2)
+def test_a_replicated_matrix_is_not_sharded_as_its_parameter_is() -> None:
+    """None"""
     model = Weights(True, square_only=True)
     optimizer = Replicated(model.parameters())
     optimizer.step()
@@ -266,18 +244,3 @@ def replicated_beside_a_shard() -> None:
         ours.set_optimizer_state_dict(model, other, saved)
     assert "(R) on " in str(caught.value)
     assert not other.state
-
-
-def test_a_replicated_matrix_is_not_sharded_as_its_parameter_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, replicated_beside_a_shard)
-
-
-def test_a_sharded_state_of_another_shape_never_becomes_plain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step would fail, of factored moments, say."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, of_another_shape, str(tmp_path))

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import cpu_mesh, on
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 import torchlift
 from torchlift import measure
-from torchlift.distributed import get_optimizer_state_dict, load_optimizer, on_ranks
+from torchlift.distributed import get_optimizer_state_dict, load_optimizer
 
 MIB = 1 << 20
 
@@ -27,7 +27,7 @@ def sharded(placement: Placement, rows: int) -> tuple[nn.Module, Any]:
     Which also has a parameter that belongs to no module.
     """
     model = nn.Linear(256, rows, bias=False, device="meta")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     weight = distribute_tensor(torch.zeros(rows, 256), mesh, [placement])
     model.weight = nn.Parameter(weight)
     alpha = nn.Parameter(torch.ones(1))
@@ -46,7 +46,7 @@ def stepped(placement: Placement, rows: int, scale: float = 1.0) -> tuple[nn.Mod
     return model, optimizer
 
 
-def saved(folder: str, rows: int) -> None:
+def saved(folder: Path, rows: int) -> None:
     model, optimizer = stepped(Shard(0), rows)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
@@ -57,31 +57,21 @@ def moments(optimizer: Any) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
 
 
-def added_by_a_rank(folder: str) -> list[float]:
-    """Return the MiB of anonymous memory that loads add, in fresh state and over a live one."""
+@on(2)
+def test_a_rank_adds_its_shards_and_little_more(folder: Path) -> None:
+    """Moments of 192 MiB in the files of two ranks: each adds its 96 and 64 at most."""
     rows = 96 << 10
     saved(folder, rows)
-    found = []
-    for make in (sharded, stepped):
+    for make in (sharded, stepped):  # in fresh state and over a live one
         model, optimizer = make(Shard(0), rows)
         with measure.memory() as use:
             load_optimizer(model, optimizer, folder, root="optimizer")
-        found.append(use.added_anonymous / MIB)
-    return found
+        assert use.added_anonymous < (96 + 64) * MIB, use
 
 
-@pytest.mark.distributed
-def test_a_rank_adds_its_shards_and_little_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Moments of 192 MiB in the files of two ranks: each adds its 96 and 64 at most."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    for found in on_ranks(2, added_by_a_rank, str(tmp_path / "saved")):
-        assert max(found) < 96 + 64, found
-
-
-def loaded_on_a_rank(folder: str) -> None:
-    """Load what two ranks saved by rows, in every layout; then out of files that have changed."""
+@on(2)
+def test_each_rank_takes_its_slices_in_any_layout(folder: Path) -> None:
+    """In new state and in a live one, which keeps its tensors; a file that changed changes none."""
     rows = 7
     saved(folder, rows)
     expected = {
@@ -117,12 +107,3 @@ def loaded_on_a_rank(folder: str) -> None:
             load_optimizer(model, optimizer, ckpt, root="optimizer")
     for key, value in moments(optimizer).items():
         assert torch.equal(value.full_tensor(), kept[key]), key
-
-
-@pytest.mark.distributed
-def test_each_rank_takes_its_slices_in_any_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In new state and in a live one, which keeps its tensors; a file that changed changes none."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, loaded_on_a_rank, str(tmp_path / "saved"))

@@ -14,109 +14,40 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optimizer_kinds import Codes, Net, losses
+from ranks import cpu_mesh, on
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
 from torchlift._model import ranks as ranks_module
 from torchlift._save.blocks import Workspace
 from torchlift._save.replicas import checksum_of, find_differences
-from torchlift.distributed import CheckpointWriter, on_ranks
+from torchlift.distributed import CheckpointWriter
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 
-def experts(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """Two plain tensors; one has values of its own on each rank."""
+@on(2)
+def test_the_writer_refuses_shapes_that_differ(folder: Path) -> None:
+    """Of such tensors, no rank's values can stand for all."""
     rank = dist.get_rank()
-    return {
-        "shared": torch.arange(6.0),
-        "expert": torch.full((3, 2), scale * rank),
-        "step": torch.tensor(7),
-    }
-
-
-def refused_by_the_writer(folder: str) -> None:
-    """Save what differs: refused by name, and the older checkpoint stays."""
-    rank = dist.get_rank()
-    path = os.path.join(folder, "saved")
-    dcp.save(experts(0.0), storage_writer=CheckpointWriter(path))
-    with pytest.raises(CheckpointException, match="'expert': the ranks hold different values"):
-        dcp.save(experts(), storage_writer=CheckpointWriter(path))
-    dist.barrier()
-    with torchlift.open(path) as ckpt:
-        assert torch.equal(ckpt["expert"], torch.zeros(3, 2))
-    # The way out: the values of the first rank, whichever one DCP would have chosen.
-    writer = CheckpointWriter(path, replicated="rank0")
-    state = {f"expert{number}": torch.full((5,), 1.0 + rank) for number in range(4)}
-    dcp.save(state, storage_writer=writer)
-    with torchlift.open(path) as ckpt:
-        assert all(torch.equal(ckpt[key], torch.ones(5)) for key in state)
-    dist.barrier()
-    shapes = {"codes": torch.ones(3 + rank)}
     for asked in ("equal", "rank0"):
-        writer = CheckpointWriter(path, replicated=asked)  # type: ignore[arg-type]
+        writer = CheckpointWriter(folder / "saved", replicated=asked)  # type: ignore[arg-type]
         with pytest.raises(CheckpointException, match="'codes': the ranks hold different"):
-            dcp.save(shapes, storage_writer=writer)
-    dist.barrier()
-    wrong = CheckpointWriter(folder, replicated="rank0" if rank else "equal")
+            dcp.save({"codes": torch.ones(3 + rank)}, storage_writer=writer)
+    wrong = CheckpointWriter(folder / "saved", replicated="rank0" if rank else "equal")
     with pytest.raises(CheckpointException, match="same replicated=; expected 'equal', as on"):
-        dcp.save(experts(0.0), storage_writer=wrong)
-
-
-def test_the_writer_refuses_what_differs_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DCP would keep the values of one rank for all (bitsandbytes#1840, KempnerForge#202)."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, refused_by_the_writer, str(tmp_path))
+        dcp.save({"w": torch.ones(2)}, storage_writer=wrong)
     with pytest.raises(ValueError, match="replicated='all': expected"):
-        CheckpointWriter(tmp_path, replicated="all")  # type: ignore[arg-type]
+        CheckpointWriter(folder, replicated="all")  # type: ignore[arg-type]
 
 
-class Normed(nn.Module):
-    """A weight, beside statistics that each rank gathers of its own data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.layer = nn.Linear(2, 2)
-
-
-def buffers_by_the_writer(folder: str) -> None:
-    """Statistics are saved once; a parameter of the same module that differs is refused."""
-    torch.manual_seed(0)
-    model = Normed()
-    rank = dist.get_rank()
-    model.norm.running_mean.fill_(1.0 + rank)  # type: ignore[union-attr]
-    path = os.path.join(folder, "saved")
-    dcp.save(dict(model.state_dict()), storage_writer=CheckpointWriter(path))
-    with torchlift.open(path) as ckpt:
-        assert float(ckpt["norm.running_mean"][0]) in (1.0, 2.0)
-    dist.barrier()
-    with torch.no_grad():
-        model.norm.weight.fill_(1.0 + rank)
-    with pytest.raises(CheckpointException, match=r"'norm\.weight': the ranks hold different"):
-        dcp.save(dict(model.state_dict()), storage_writer=CheckpointWriter(folder + "/refused"))
-
-
-def test_buffers_are_saved_once_as_in_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """BatchNorm's statistics differ on the ranks of nearly every job."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, buffers_by_the_writer, str(tmp_path))
-
-
-def ranks_send_no_list(folder: str) -> None:
-    """Save replicas and shards. Count the bytes that all ranks receive."""
+@on(2)
+def test_ranks_do_not_list_what_they_hold(folder: Path) -> None:
+    """Else each rank would get the names of all tensors from all others, or more."""
     sent, gather = [0], ranks_module._gather
 
     def count(known: dict[int, Any], group: Any) -> dict[int, Any]:
@@ -124,7 +55,7 @@ def ranks_send_no_list(folder: str) -> None:
         return gather(known, group)
 
     ranks_module._gather = count
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     replicas = {f"layer{number}": torch.ones(2) for number in range(500)}
     shards = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in replicas.items()}
     for name, state in (("replicas", replicas), ("shards", shards)):
@@ -136,36 +67,6 @@ def ranks_send_no_list(folder: str) -> None:
             assert sum(sent) < 4000, sent
             with torchlift.open(os.path.join(folder, path)) as ckpt:
                 assert len(ckpt) == 500
-
-
-def test_ranks_do_not_list_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each rank would get the names of all tensors from all others, or more."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, ranks_send_no_list, str(tmp_path))
-
-
-def replicated_dtensors(folder: str) -> None:
-    """A replica of a DTensor that has drifted is refused; shards are not compared."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
-    state: dict[str, Any] = {
-        "copied": distribute_tensor(torch.ones(4), mesh, [Replicate()]),
-        "sharded": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]),
-    }
-    dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
-    with torchlift.open(folder + "/saved") as ckpt:
-        assert torch.equal(ckpt["sharded"], torch.arange(4.0))
-    state["copied"].to_local().add_(rank)
-    with pytest.raises(CheckpointException, match="'copied': the ranks hold different values"):
-        dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
-
-
-def test_replicas_of_dtensors_are_compared_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Part by part, so that shards are not."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, replicated_dtensors, str(tmp_path))
 
 
 def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
@@ -184,8 +85,9 @@ def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
     assert find_differences({0: first, 3: sums}) == dict.fromkeys("bcd", (0, 3))
 
 
-def one_crc_of_two_values(folder: str) -> None:
-    """Save two values that CRC-32 does not tell apart."""
+@on(2)
+def test_values_with_one_crc_are_told_apart(folder: Path) -> None:
+    """Else one of them would be saved for all."""
     text = bytearray(b"buckeroo" if dist.get_rank() else b"plumless")
     assert zlib.crc32(text) == 0x4DDB0C25
     state = {"w": torch.frombuffer(text, dtype=torch.uint8)}
@@ -193,15 +95,8 @@ def one_crc_of_two_values(folder: str) -> None:
         torchlift.save(state, f"{folder}/x.pt", process_group=dist.group.WORLD)
     with pytest.raises(CheckpointException, match="'w': the ranks hold different values"):
         dcp.save(state, storage_writer=CheckpointWriter(f"{folder}/saved"))
-
-
-def test_values_with_one_crc_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else one of them would be saved for all."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, one_crc_of_two_values, str(tmp_path))
-    assert os.listdir(tmp_path) == []
+    dist.barrier()
+    assert os.listdir(folder) == []
 
 
 class Experts(nn.Module):
@@ -210,14 +105,15 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = cpu_mesh()
         self.router = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
         self.expert = nn.Parameter(torch.randn(4, 4))
         self.register_buffer("seen", torch.full((2,), float(dist.get_rank())))
 
 
-def refused_while_reading() -> None:
-    """Read what one rank's dict would keep of its own only: refused if it stands for all ranks."""
+@on(2)
+def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_ranks() -> None:
+    """A plain get compares nothing, and each rank has its own values, as in torch."""
     model = Experts()
     optimizer = torch.optim.Adam(model.parameters())
     for param in model.parameters():
@@ -251,37 +147,22 @@ def refused_while_reading() -> None:
         ours.get_model_state_dict(plain, options=one, process_group=dist.group.WORLD)
 
 
-def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A plain get compares nothing, and each rank has its own values, as in torch."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, refused_while_reading)
-
-
-def eight_bits_of_each_rank(folder: str) -> None:
-    """Follow the way out: each rank's state under a name of its own goes on to the bit."""
+@on(2)
+def test_8_bit_state_of_each_rank_is_refused_and_kept_under_its_own_name(folder: Path) -> None:
+    """Its codes are plain tensors of the rank's own shard (bitsandbytes#1840)."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh()
     model = fully_shard(Net(), mesh=mesh)
     optimizer = Codes(model.parameters())
     losses(model, optimizer, 3)
     own = {f"rank{rank}": optimizer.state_dict()}
     state: dict[str, Any] = {"optimizer": own[f"rank{rank}"]}
     with pytest.raises(CheckpointException, match="codes': the ranks hold different values"):
-        dcp.save(state, storage_writer=CheckpointWriter(folder + "/refused"))
+        dcp.save(state, storage_writer=CheckpointWriter(folder / "refused"))
     state = {"model": ours.get_model_state_dict(model), **own}
-    dcp.save(state, storage_writer=CheckpointWriter(folder + "/saved"))
+    dcp.save(state, storage_writer=CheckpointWriter(folder / "saved"))
     again = fully_shard(Net(seed=1), mesh=mesh)
     loaded = Codes(again.parameters())
-    torchlift.load(again, folder + "/saved", root="model")
-    ours.load_optimizer(again, loaded, folder + "/saved", root=f"rank{rank}")
+    torchlift.load(again, folder / "saved", root="model")
+    ours.load_optimizer(again, loaded, folder / "saved", root=f"rank{rank}")
     assert losses(again, loaded, 5) == losses(model, optimizer, 5)
-
-
-def test_8_bit_state_of_each_rank_is_refused_and_kept_under_its_own_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its codes are plain tensors of the rank's own shard (bitsandbytes#1840)."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    on_ranks(2, eight_bits_of_each_rank, str(tmp_path))

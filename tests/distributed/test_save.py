@@ -1,4 +1,4 @@
-"""The consolidated file, written by one process and by several, some of which are killed."""
+"""The consolidated file of one process, and of ranks of which some are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import Forked
-from ranks import on_ranks, saved_then_loaded
+from full_disk import file_size_limit
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchlift
 from torchlift.distributed import CheckpointWriter, save_consolidated
-from torchlift.errors import CheckpointError, PlacementError
+from torchlift.errors import CheckpointError
 
 
 def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
@@ -53,57 +53,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def test_saving_over_the_file_that_is_mapped_keeps_both_right(tmp_path: Path) -> None:
-    """The old file lives on for whoever maps it."""
-    path = tmp_path / "x.safetensors"
-    save_consolidated({"w": torch.ones(1000)}, path)
-    model = torchlift.skeleton(nn.Linear, 1000, 1, bias=False)
-    torchlift.load(model, path, rename=lambda key: "weight", transform=lambda key, t: t[None])
-    save_consolidated({"w": model.weight.detach() * 2}, path)
-    assert torch.equal(model.weight, torch.ones(1, 1000))
-    assert torch.equal(load_file(path)["w"], torch.full((1, 1000), 2.0))
-
-
-@pytest.mark.parametrize(
-    "bad", [torch.empty(2, device="meta"), torch.zeros(2, dtype=torch.complex128)]
-)
-def test_what_cannot_be_stored_is_refused_before_anything_is_written(
-    tmp_path: Path, bad: torch.Tensor
-) -> None:
-    """The message names the tensor; the old file is as it was, and alone."""
-    path = tmp_path / "x.safetensors"
-    save_consolidated({"w": torch.ones(2)}, path)
-    before = path.read_bytes()
-    with pytest.raises(PlacementError, match=r"'bad': .*(not have values|cannot store this)"):
-        save_consolidated({"w": torch.zeros(2), "bad": bad}, path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.safetensors"]
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """It fails loudly and names the file."""
-    (tmp_path / "nowhere").touch()
-    with pytest.raises(CheckpointError, match=r"nowhere/x.safetensors: the file cannot be written"):
-        save_consolidated({"w": torch.ones(2)}, tmp_path / "nowhere" / "x.safetensors")
-
-
-def test_a_file_size_limit_leaves_no_debris(tmp_path: Path) -> None:
-    """A full disk, as far as a test can have one."""
-    resource = pytest.importorskip("resource")
-    import signal
-
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
-    try:
-        with pytest.raises(CheckpointError, match="the file cannot be written"):
-            save_consolidated({"w": torch.ones(10_000)}, tmp_path / "x.safetensors")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_torch_file_is_what_torch_save_writes(tmp_path: Path) -> None:
@@ -144,71 +93,6 @@ def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", metadata={"a": "b"})
 
 
-def test_views_that_are_no_plain_memory_are_stored_as_what_they_show(tmp_path: Path) -> None:
-    """Transposed, expanded, conjugate and negative views, and a slice beside its whole."""
-    whole = torch.randn(4, 6)
-    odd = torch.randn(3, dtype=torch.complex64)
-    state = {
-        "odd": odd,
-        "imaginary": odd.imag,
-        "whole": whole,
-        "slice": whole[1:],
-        "turned": whole.t(),
-        "wide": torch.ones(1).expand(5),
-        "conjugate": odd.conj(),
-        "negative": odd.conj().imag,
-    }
-    for name in ("x.pt", "x.safetensors"):
-        save_consolidated(state, tmp_path / name)
-        with torchlift.open(tmp_path / name) as found:
-            for key, value in state.items():
-                assert torch.equal(found[key], value), key
-
-
-def test_a_torch_file_keeps_ties_and_plain_values(tmp_path: Path) -> None:
-    """Extra state comes back; safetensors, which cannot have it, says so."""
-
-    class Counting(nn.Linear):
-        def get_extra_state(self) -> object:
-            return {"steps": 7, "names": ["a", None, b"raw"]}
-
-        def set_extra_state(self, state: object) -> None:
-            self.state = state
-
-    model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    save_consolidated(model, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert found["0._extra_state"] == model[0].get_extra_state()
-    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
-    assert found["0.bias"].data_ptr() != found["1.bias"].data_ptr()
-    loaded = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
-    torchlift.load(loaded, tmp_path / "x.pt")
-    assert loaded[0].state == model[0].get_extra_state()
-    with pytest.raises(
-        PlacementError, match=r"'0\._extra_state.steps': cannot be stored in a safe"
-    ):
-        save_consolidated(model, tmp_path / "x.safetensors")
-
-
-def test_saving_a_torch_file_over_the_one_the_model_is_mapped_from(tmp_path: Path) -> None:
-    """What is written is what the model holds, and the model goes on holding it."""
-    path = tmp_path / "x.pt"
-    model = nn.Linear(300, 200)
-    save_consolidated(model, path)
-    mapped = torchlift.skeleton(nn.Linear, 300, 200)
-    torchlift.load(mapped, path, source="mmap")
-    with torch.no_grad():
-        mapped.bias += 1
-    for _ in range(2):
-        save_consolidated(mapped, path)
-        assert torch.equal(mapped.weight, model.weight)
-        found = torch.load(path, weights_only=True, mmap=True)
-        assert torch.equal(found["weight"], model.weight)
-        assert torch.equal(found["bias"], model.bias + 1)
-    assert os.listdir(tmp_path) == ["x.pt"]
-
-
 def test_more_files_than_a_process_may_open_are_written(tmp_path: Path) -> None:
     """Each is open for as long as it is written; after an error none is left, nor open."""
     resource = pytest.importorskip("resource")
@@ -224,16 +108,9 @@ def test_more_files_than_a_process_may_open_are_written(tmp_path: Path) -> None:
     assert torchlift.verify(tmp_path).ok
     assert torchlift.open(tmp_path).state_dict().keys() == state.keys()
     files = os.listdir(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        larger = {**state, "z": torch.ones(10_000)}
-        with pytest.raises(CheckpointError, match="File too large"):
-            torchlift.save(larger, tmp_path, format="sharded", max_shard_size=40)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    larger = {**state, "z": torch.ones(10_000)}
+    with file_size_limit(10_000), pytest.raises(CheckpointError, match="File too large"):
+        torchlift.save(larger, tmp_path, format="sharded", max_shard_size=40)
     assert sorted(os.listdir(tmp_path)) == sorted(files)
     assert len(os.listdir("/dev/fd")) == len(opened)
 
@@ -261,43 +138,6 @@ def test_a_directory_without_a_file_of_its_ranks_does_not_appear(
     with pytest.raises(CheckpointException, match=message):
         dcp.save({"w": torch.ones(9)}, storage_writer=Losing(tmp_path), no_dist=True)
     assert not os.listdir(tmp_path)
-
-
-RANKS = (1, 2, 4)
-results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
-
-
-@on_ranks(
-    RANKS,
-    [
-        "merges_what_each_rank_has_under_names_of_its_own",
-        "values_that_differ_between_ranks_are_never_mixed",
-        "keeps_sparse_and_quantised_tensors",
-        "names_in_the_file_are_those_of_the_bare_model",
-        "saves_among_the_ranks_of_a_process_group",
-        "writes_files",
-        "writes_a_module",
-        "writes_rank_0s_metadata",
-        "keeps_conjugate_shards_apart",
-        "equal_notes_are_saved_whatever_objects_they_are",
-        "one_bad_rank_stops_all",
-        "a_bad_path_of_one_rank_stops_all",
-        "tells_ties_on_ranks_that_hold_nothing",
-        "a_fault_of_one_rank_stops_all",
-        "saves_every_wrapping_as_one_process_saves_whole_tensors",
-        "dcp_saves_through_the_writer",
-        "saves_shards_for_transformers",
-        "reads_what_any_number_of_ranks_wrote",
-        "loads_on_another_number_of_ranks",
-        "loads_every_wrapping_on_another_number_of_ranks",
-        "transformers_reads_what_any_number_of_ranks_wrote",
-    ],
-)
-def test_ranks_write_one_checkpoint(
-    results: dict[int, dict[str, str]], ranks: int, check: str
-) -> None:
-    """Every dtype and placement, bit for bit; ties stay; on a fault the old file stays, alone."""
-    assert results[ranks][check] == ""
 
 
 KILLED = Path(__file__).with_name("worker_killed.py")
@@ -346,44 +186,6 @@ def test_kill_9_in_the_middle_of_a_save(
         assert torch.equal(found["w"], torch.zeros(2))
 
 
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_kill_9_of_a_rank_ends_the_background_save_of_a_keeper(tmp_path: Path, victim: int) -> None:
-    """The survivor gets an error of ours, soon; what was complete is, and is resumed."""
-    (tmp_path / "saved").mkdir()
-    ranks = [Forked(KILLED, tmp_path, rank, 2, victim, "write", "keeper") for rank in range(2)]
-    ends = [rank.wait(timeout=120) for rank in ranks]
-    assert ends == [-signal.SIGKILL if rank == victim else 0 for rank in range(2)]
-    survivor = (tmp_path / f"{1 - victim}.json").read_text(encoding="utf-8")
-    message, seconds = json.loads(survivor)
-    assert "another rank died or does not answer" in message
-    assert seconds < 40
-    with torchlift.Keeper(tmp_path / "saved", keep=1) as keeper:
-        assert keeper.steps() == [1]
-        assert torchlift.verify(keeper.latest()).ok
-        assert keeper.resume() == 1
-        keeper.save(2, w=torch.ones(2))
-    assert os.listdir(tmp_path / "saved") == ["step-000000002.pt"]
-
-
 def files_in(folder: Path) -> dict[str, bytes]:
     files = filter(Path.is_file, folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_names_in_the_file_are_those_of_the_bare_model(tmp_path: Path) -> None:
-    """Whatever wraps it; so are the paths of module versions."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    expected = bare.state_dict()
-    compiled = torch.compile(nn.Sequential(checkpoint_wrapper(bare[0]), bare[1]), backend="eager")
-    for model in compiled, nn.DataParallel(bare):
-        save_consolidated(model, tmp_path / "x.pt")
-        found = torch.load(tmp_path / "x.pt")
-        assert list(found) == list(expected)
-        assert found._metadata["1"] == {"version": 2}
-        assert set(found._metadata) == {"", "0", "1"}
-        save_consolidated(model, tmp_path / "x.safetensors")
-        assert load_file(tmp_path / "x.safetensors").keys() == expected.keys()

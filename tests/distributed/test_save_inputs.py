@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from in_code import in_code
+from ranks import cpu_mesh, on
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from zoo import same as same_bits
 
 import torchlift
 from torchlift._save import files
-from torchlift.distributed import on_ranks, save_consolidated
+from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
 
@@ -52,7 +55,7 @@ def test_blocks_of_odd_views_are_put_together_right(
 _SETUP = """
 import torch
 from torchlift import measure
-from torchlift.distributed import on_ranks, save_consolidated
+from torchlift.distributed import save_consolidated
 numel = 48 << 20
 views = {
     "contiguous": lambda: torch.ones(numel),
@@ -133,75 +136,28 @@ def test_the_mode_and_the_link_of_what_is_replaced_stay(tmp_path: Path) -> None:
     assert torch.equal(torch.load(path)["w"], torch.zeros(2))
 
 
-def test_a_folder_that_cannot_be_flushed_is_told_from_a_save_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new file is there by then; the message says so."""
-    path = tmp_path / "x.pt"
-    save_consolidated({"w": torch.ones(2)}, path)
-    fsync = os.fsync
-
-    def denied(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(5, "denied")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", denied)
-    text = "the new file is in place, but its folder is not durable.*denied.* bring the older"
-    with pytest.raises(CheckpointError, match=text):
-        save_consolidated({"w": torch.zeros(2)}, path)
-    assert torch.equal(torch.load(path)["w"], torch.zeros(2))
-    assert os.listdir(tmp_path) == ["x.pt"]
-
-
-def _saved_together(path: str) -> dict[str, str]:
-    state = {"w": torch.ones(3), "rng": np.random.RandomState(7).get_state(), "a": [np.arange(3)]}
-    group = torch.distributed.group.WORLD
-    return dict(torchlift.save(state, path, process_group=group).lost)
-
-
-def test_arrays_of_numpy_are_saved_by_ranks_and_a_keeper(tmp_path: Path) -> None:
-    """As lists, by which a generator goes on; what became of them is told on every rank."""
-    path = tmp_path / "x.pt"
-    lost = on_ranks(2, _saved_together, str(path))
-    assert (
-        lost
-        == [
-            {
-                "rng.1": "a numpy array of uint32 [624], which becomes a list",
-                "a.0": "a numpy array of int64 [3], which becomes a list",
-            }
-        ]
-        * 2
-    )
-    found = torch.load(path, weights_only=True)
+@on(2)
+def test_arrays_of_numpy_are_saved_by_ranks_as_lists(folder: Path) -> None:
+    """By which a generator goes on. Every rank reports what became of them."""
+    random = np.random.RandomState(7)
+    state = {"w": torch.ones(3), "rng": random.get_state(), "a": [np.arange(3)]}
+    report = torchlift.save(state, folder / "x.pt", process_group=dist.group.WORLD)
+    assert dict(report.lost) == {
+        "rng.1": "a numpy array of uint32 [624], which becomes a list",
+        "a.0": "a numpy array of int64 [3], which becomes a list",
+    }
+    found = torch.load(folder / "x.pt", weights_only=True)
     assert found["a"] == [[0, 1, 2]]
     one = np.random.RandomState()
     one.set_state(found["rng"])
-    assert one.randint(1000) == np.random.RandomState(7).randint(1000)
-
-    class Sampler:
-        def __init__(self, seed: int) -> None:
-            self.rng = np.random.RandomState(seed)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"rng": self.rng.get_state()}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.rng.set_state(state["rng"])
-
-    first, other = Sampler(7), Sampler(8)
-    keeper = torchlift.Keeper(tmp_path / "run", background=False)
-    keeper.save(1, model=nn.Linear(2, 2), sampler=first)
-    keeper.resume(model=nn.Linear(2, 2), sampler=other)
-    assert other.rng.randint(1000) == np.random.RandomState(7).randint(1000)
+    assert one.randint(1000) == random.randint(1000)
 
 
 class _Stateful:
     """An object whose DTensor is seen only in its state dict."""
 
     def __init__(self, rows: int) -> None:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        mesh = cpu_mesh()
         whole = torch.arange(3.0 * rows).view(rows, 3)
         self.weight = distribute_tensor(whole, mesh, [Shard(0)])
 
@@ -209,44 +165,36 @@ class _Stateful:
         return {"weight": self.weight, "rows": len(self.weight)}
 
 
-def _saves_a_stateful(folder: str, rows: int) -> list[str]:
-    state = {"app": _Stateful(rows)}
-    torchlift.save(state, f"{folder}/x.pt")
-    torchlift.save(state, f"{folder}/dcp", format="dcp")
-    torch.distributed.barrier()
-    return sorted(os.listdir(folder))
-
-
-@pytest.mark.parametrize("rows", [1, 4, 5])
+@on(2, rows=(1, 4, 5))
 def test_an_object_with_dtensors_in_its_state_is_saved_by_all_ranks(
-    tmp_path: Path, rows: int
+    rows: int, folder: Path
 ) -> None:
     """Nobody passes a process group; one rank may hold no row; no temporary file stays."""
-    assert on_ranks(2, _saves_a_stateful, str(tmp_path), rows) == [["dcp", "x.pt"]] * 2
-    whole = torch.arange(3.0 * rows).view(rows, 3)
+    state = {"app": _Stateful(rows)}
+    torchlift.save(state, folder / "x.pt")
+    torchlift.save(state, folder / "dcp", format="dcp")
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["dcp", "x.pt"]
     for name in ("x.pt", "dcp"):
-        with torchlift.open(tmp_path / name) as found:
-            assert torch.equal(found["app.weight"], whole)
+        with torchlift.open(folder / name) as found:
+            assert torch.equal(found["app.weight"], torch.arange(3.0 * rows).view(rows, 3))
             assert found.objects["app.rows"] == rows
-        assert torchlift.verify(tmp_path / name).ok
+        assert torchlift.verify(folder / name).ok
 
 
-def _saves_alone(path: str) -> None:
-    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
-    if torch.distributed.get_rank():
-        torchlift.save({"w": torch.ones(2)}, path)
-        return
-    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0])
-    state = {"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
-    with pytest.raises(CheckpointError, match=r"the same call on the ranks 0, 1; found"):
-        torchlift.save(state, path, process_group=group)
-    torchlift.save(state, f"{path}.alone.pt", process_group=mesh.get_group())
-
-
-def test_a_rank_that_saves_dtensors_alone_is_told_who_is_missing(tmp_path: Path) -> None:
+@on(2)
+def test_a_rank_that_saves_dtensors_alone_is_told_who_is_missing(folder: Path) -> None:
     """While another one saves to the same path. With its own group it need not wait."""
-    path = tmp_path / "x.pt"
-    on_ranks(2, _saves_alone, str(path))
-    assert torch.equal(torch.load(path)["w"], torch.ones(2))
-    assert torch.equal(torch.load(f"{path}.alone.pt")["w"], torch.zeros(2))
-    assert sorted(os.listdir(tmp_path)) == ["x.pt", "x.pt.alone.pt"]
+    path, group = folder / "x.pt", dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    if dist.get_rank():
+        torchlift.save({"w": torch.ones(2)}, path)
+    else:
+        state = {"w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
+        with pytest.raises(CheckpointError, match=r"the same call on the ranks 0, 1; found"):
+            torchlift.save(state, path, process_group=group)
+        torchlift.save(state, folder / "alone.pt", process_group=mesh.get_group())
+    dist.barrier()
+    assert torch.load(path)["w"].tolist() == [1, 1]
+    assert torch.load(folder / "alone.pt")["w"].tolist() == [0, 0]
+    assert sorted(os.listdir(folder)) == ["alone.pt", "x.pt"]

@@ -2,39 +2,716 @@
 
 from __future__ import annotations
 
-from functools import cache
+import itertools
+import random
+import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import pytest
-from ranks import run_workers
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as theirs
+from ranks import cpu_mesh, on
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from wrapped_models import (
+    MESHES,
+    NOT_SHARDED,
+    OPTIMIZERS,
+    WRAPPERS,
+    Net,
+    built,
+    cloned,
+    containers,
+    fsdp,
+    fsdp1,
+    lists,
+    net,
+    same,
+    train,
+)
 
-pytestmark = pytest.mark.distributed
+import torchlift
+import torchlift.distributed as ours
+from torchlift._model.gathering import Gatherer
+from torchlift._model.slots import read_tree
+from torchlift.errors import CheckpointError, PlacementError
+
+FULL = ours.StateDictOptions(full_state_dict=True)
+FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+READ = (
+    {},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+    {"cpu_offload": True},
+    {"flatten_optimizer_state_dict": True},
+    {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+)
+LOAD = (
+    {},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "broadcast_from_rank0": True},
+    {"flatten_optimizer_state_dict": True},
+)
 
 
-@cache
-def results(ranks: int) -> dict[str, str]:
-    """What every check of the workers came to; they are started once per number of ranks."""
-    with TemporaryDirectory() as out:
-        return run_workers(Path(__file__).with_name("workers_state.py"), ranks, Path(out))
+def reads_as_torch_does(wrap: str, optimizer: str) -> None:
+    model, optim = built(wrap, optimizer)
+    for options in READ:
+        mine = ours.get_state_dict(model, optim, options=ours.StateDictOptions(**options))
+        other = theirs.get_state_dict(model, optim, options=theirs.StateDictOptions(**options))
+        same(containers(mine[0]), containers(other[0]), f"{options} model")
+        same(mine[1], other[1], f"{options} optimizer")
 
 
-def failures(ranks: int, compared: bool) -> list[str]:
-    found = {name: text for name, text in results(ranks).items() if ("," in name) == compared}
-    assert found
-    return [f"{name}: {text}" for name, text in found.items() if text]
+def loads_as_torch_does(wrap: str, optimizer: str) -> None:
+    source = built(wrap, optimizer)
+    for options in LOAD:
+        read = {k: v for k, v in options.items() if k != "broadcast_from_rank0"}
+        states = theirs.get_state_dict(*source, options=theirs.StateDictOptions(**read))
+        states = cloned(states)
+        if options.get("broadcast_from_rank0") and dist.get_rank():
+            states = ({}, {})
+        results = []
+        for api in (ours, theirs):
+            model, optim = built(wrap, optimizer, seed=3, steps=1)
+            given = containers(states)
+            chosen = api.StateDictOptions(**options)
+            # One by one: torch's set_state_dict takes an empty model state dict for "no model",
+            # on the ranks that are to receive it as well.
+            api.set_model_state_dict(model, given[0], options=chosen)
+            api.set_optimizer_state_dict(model, optim, given[1], options=chosen)
+            if api is ours:
+                same(given, containers(states), "the caller's dict")
+            results.append((containers(model.state_dict()), optim.state_dict()))
+        same(results[0][0], results[1][0], f"{options} model")
+        same(results[0][1]["state"], results[1][1]["state"], f"{options} optimizer")
+        # torch makes lists of tuples (Adam's betas) when it loads with full_state_dict.
+        groups = [lists(result[1]["param_groups"]) for result in results]
+        same(*groups, f"{options} groups")
 
 
-@pytest.mark.parametrize(("ranks", "at_least"), [(1, 16), (2, 33), (4, 5)])
-def test_results_are_torch_s_in_every_wrapping_and_for_every_optimizer(
-    ranks: int, at_least: int
-) -> None:
-    """Sixteen wrappings, and eight optimizers in one of each kind; every option."""
-    assert sum("," in name for name in results(ranks)) >= at_least
-    assert not failures(ranks, compared=True)
+WRAPPED = ("ddp", "fsdp blocks", "tensor parallel")
+# A wrapping decides on names and layouts, an optimizer on the states of a parameter. What one
+# makes of the other, one wrapping of each kind shows.
+PAIRS = {(wrap, "adamw") for wrap in WRAPPERS}
+PAIRS |= {
+    (wrap, optimizer)
+    for wrap in WRAPPED
+    for optimizer in OPTIMIZERS.keys() - (() if wrap == "ddp" else NOT_SHARDED)
+}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_torch_gets_wrong_is_right_on_every_rank(ranks: int) -> None:
-    """Missing keys, empty dicts, partial loads, pipelines and meta models, from rank 0 or not."""
-    assert not failures(ranks, compared=False)
+@on(1, pair=[(wrap, "adam") for wrap in WRAPPERS])
+@on(2, pair=sorted(PAIRS))
+@on(4, pair=[(wrap, "adamw") for wrap in (*MESHES, "fsdp blocks", "tensor parallel")])
+def test_states_are_read_and_loaded_as_by_torch(pair: tuple[str, str]) -> None:
+    """In every wrapping, for every optimizer in one of each kind, with every option."""
+    reads_as_torch_does(*pair)
+    loads_as_torch_does(*pair)
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
+    return cloned((containers(model.state_dict()), optim.state_dict()))
+
+
+def raises(call: Callable[[], object], *words: str) -> None:
+    """Every rank raises an error with these words in it."""
+    with pytest.raises(ours.StateDictMismatch) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+@on(2)
+def test_an_optimizer_state_that_one_rank_lacks_is_an_error_on_every_rank() -> None:
+    model, optim = built("fsdp blocks")
+    states = ours.get_optimizer_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        del states["state"]["scale"]
+    before = state_of(model, optim)
+    raises(lambda: ours.set_optimizer_state_dict(model, optim, states), "on rank 0", "scale")
+    same(state_of(model, optim), before)
+
+
+class Own(nn.Linear):
+    """Looks at what it gets, as code that converts an older format does."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.got = {key: (type(value), tuple(value.shape)) for key, value in state.items()}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def with_code(kind: str, meta: bool) -> Any:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(nn.Linear(3, 5), Own(5, 7), nn.BatchNorm1d(7))
+    if kind == "hook":
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    if kind == "tensor parallel":
+        mesh = cpu_mesh()
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+@on(2, 4)
+def test_a_module_that_loads_itself_gets_what_it_gets_from_torch() -> None:
+    """A DTensor with this rank's part of each whole tensor, where it holds DTensors."""
+    torch.manual_seed(5)
+    source = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.BatchNorm1d(7)).state_dict()
+    for kind, meta, broadcast in itertools.product(
+        ("override", "hook", "tensor parallel"), (False, True), (False, True)
+    ):
+        results = []
+        for api in (ours, theirs):
+            model = with_code(kind, meta)
+            params = list(model.parameters())
+            options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            given = cloned(dict(source)) if not broadcast or dist.get_rank() == 0 else {}
+            assert api.set_model_state_dict(model, given, options=options) == ([], [])
+            assert meta or list(map(id, model.parameters())) == list(map(id, params))
+            assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+            results.append((containers(model.state_dict()), model[1].got))
+        same(results[0][0], results[1][0], f"{kind} {meta} {broadcast}")
+        assert results[0][1]["1.weight"] == results[1][1]["1.weight"]
+        for key, value in results[0][0].items():
+            same(value.full_tensor() if hasattr(value, "full_tensor") else value, source[key], key)
+
+
+@on(2)
+def test_offloading_a_broadcast_without_strict_skips_what_the_model_lacks() -> None:
+    """pytorch/pytorch#149516: torch raises a KeyError."""
+    options = ours.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False
+    )
+    source = built("fsdp blocks", seed=5)[0]
+    full = ours.get_model_state_dict(source, options=FULL)
+    full = {**full, "nobody.knows": torch.ones(3)}
+    del full["inp.bias"]
+    model = built("fsdp blocks")[0]
+    kept = cloned(model.state_dict()["inp.bias"])
+    found = ours.set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    assert found == (["inp.bias"], ["nobody.knows"]), found
+    same(model.state_dict()["inp.bias"], kept)
+    same(model.state_dict()["inp.weight"], source.state_dict()["inp.weight"])
+
+
+@on(2)
+def test_ties_of_what_rank_0_sends_are_those_of_the_model() -> None:
+    """Two values for one tensor are refused, and one value for two tensors is copied for each."""
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    before = tied["a"].weight.detach().clone()
+    state = {"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}
+    given = state if dist.get_rank() == 0 else {}
+    raises(partial(ours.set_model_state_dict, tied, given, options=FROM_0), "different values")
+    same(tied["a"].weight.detach(), before)
+    state["b.weight"] = state["a.weight"]
+    for model in (tied, nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})):
+        model.to("meta")
+        for layer in model.values():
+            layer.bias = None
+        ours.set_model_state_dict(model, given and state, options=FROM_0)
+        same(dict(model.state_dict()), {key: torch.ones(2, 2) for key in state})
+    assert model["a"].weight.data_ptr() != model["b"].weight.data_ptr()
+
+
+@on(2)
+def test_each_stage_of_a_pipeline_takes_its_own_part() -> None:
+    """The state dict of rank 0 holds the stages of all ranks."""
+    whole = nn.ModuleDict({"0": nn.Linear(3, 4), "1": nn.Linear(4, 5)})
+    mine = nn.ModuleDict({str(dist.get_rank()): nn.Linear(*((3, 4), (4, 5))[dist.get_rank()])})
+    optim = torch.optim.Adam(mine.parameters())
+    other = torch.optim.Adam(whole.parameters())
+    train(other)
+    states = ours.get_state_dict(whole, other)
+    given = states if dist.get_rank() == 0 else ({}, {})
+    ours.set_state_dict(
+        mine, optim, model_state_dict=given[0], optim_state_dict=given[1], options=FROM_0
+    )
+    for name, value in mine.state_dict().items():
+        same(value, states[0][name], name)
+    found = ours.get_optimizer_state_dict(mine, optim)["state"]
+    for name, value in found.items():
+        same(value, states[1]["state"][name], name)
+
+
+@on(2, 4)
+def test_a_sharded_meta_model_receives_what_it_lacks() -> None:
+    source = built("fsdp blocks", seed=5)[0]
+    full = ours.get_model_state_dict(source, options=FULL)
+    for broadcast in (False, True):
+        with torch.device("meta"):
+            model = Net()
+        model = fsdp(model)
+        options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        given = cloned(full) if not broadcast or dist.get_rank() == 0 else {}
+        # No state dict has a buffer that is not persistent: torch leaves it on meta in silence.
+        call = partial(ours.set_model_state_dict, model, given, options=options)
+        raises(call, "1 tensor is on meta", "hidden")
+        assert all(tensor.is_meta for tensor in model.parameters())
+        model.hidden = torch.zeros(3)
+        call()
+        same(containers(model.state_dict()), containers(source.state_dict()))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(4, 5)).sum().backward()
+        optim.step()
+
+
+@on(2)
+def test_whole_tensors_on_every_rank_are_sliced_without_moving_weights() -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model, optim = built("fsdp blocks")
+    options = FULL
+    states = cloned(ours.get_state_dict(*built("fsdp blocks", seed=5), options=options))
+    with CommDebugMode() as counted:
+        ours.set_state_dict(
+            model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options
+        )
+    kinds = {str(kind) for kind in counted.get_comm_counts()}
+    assert not any("scatter" in kind or "broadcast" in kind for kind in kinds), kinds
+
+
+@on(2)
+def test_no_step_is_taken_to_read_the_state_of_a_new_optimizer() -> None:
+    """pytorch/pytorch#164929, and optimizers whose step DTensor cannot run at all."""
+    for name, make in OPTIMIZERS.items():
+        model = WRAPPERS["fsdp blocks"](net())
+        optim = make(model.parameters())
+        before = cloned(containers(model.state_dict()))
+        found = ours.get_optimizer_state_dict(model, optim)
+        assert name == "adagrad" or not optim.state, name  # which makes its state at once
+        same(containers(model.state_dict()), before)
+        for state in found["state"].values():
+            assert state.get("step", torch.zeros(())).item() == 0, name
+        other = make(net().parameters())
+        plain = ours.get_optimizer_state_dict(net_of(other), other)
+        full = ours.get_optimizer_state_dict(model, optim, options=FULL)
+        same(full, plain, name)
+
+
+def net_of(optim: torch.optim.Optimizer) -> nn.Module:
+    """A model that holds the parameters of an optimizer under the names of `Net`."""
+    model = Net()
+    params = iter(optim.param_groups[0]["params"])
+    for path, _ in list(model.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, next(params))
+    return model
+
+
+@on(2)
+def test_factored_moments_come_from_a_plain_model_and_go_back() -> None:
+    """Adafactor's have shapes of their own, and torch cannot step them on a mesh."""
+    plain, trained = built("plain", "adafactor", seed=5)
+    states = ours.get_optimizer_state_dict(plain, trained)
+    model = WRAPPERS["fsdp blocks"](net())
+    optim = OPTIMIZERS["adafactor"](model.parameters())
+    ours.set_optimizer_state_dict(model, optim, states, options=FULL)
+    found = ours.get_optimizer_state_dict(model, optim, options=FULL)
+    same(found["state"], states["state"])
+
+
+@on(2)
+def test_stateless_optimizers_load_from_whole_state_dicts() -> None:
+    """torch stops with an AssertionError, "Expected device to be set"."""
+    model = WRAPPERS["fsdp blocks"](net())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = {
+        "state": {},
+        "param_groups": [{"lr": 0.5, "params": [*dict(net().named_parameters())]}],
+    }
+    ours.set_optimizer_state_dict(model, optim, saved, options=FULL)
+    assert optim.param_groups[0]["lr"] == 0.5
+    assert not any(optim.state.values())
+
+
+@on(2)
+def test_whole_moments_without_full_state_dict_are_an_error() -> None:
+    model, optim = built("fsdp blocks")
+    states = ours.get_optimizer_state_dict(model, optim, options=FULL)
+    raises(lambda: ours.set_optimizer_state_dict(model, optim, states), "full_state_dict=True")
+
+
+@on(2)
+def test_state_dicts_work_between_forward_and_backward() -> None:
+    """FSDP2 then holds whole parameters, which the optimizer does not know."""
+    model = fully_shard(net(), reshard_after_forward=False)
+    optim = torch.optim.Adam(model.parameters())
+    train(optim)
+    loss = model(torch.ones(4, 5)).sum()
+    states = cloned(ours.get_state_dict(model, optim))
+    model(torch.ones(4, 5))
+    ours.set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1])
+    same(containers(model.state_dict()), containers(states[0]))
+    del loss
+
+
+def parts() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def trained_by(model: nn.Module, optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    return optim
+
+
+@on(2)
+def test_a_keeper_saves_moments_under_their_names_after_a_validation(folder: Path) -> None:
+    """FSDP2 leaves other parameter objects in the model, so no name was found for any moment."""
+    model = fully_shard(parts())
+    optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        keeper = torchlift.Keeper(folder)
+        keeper.save(1, model=model, optimizer=optim)
+        keeper.wait()
+        keys = torchlift.open(keeper.latest()).keys()
+        moments = [key for key in keys if key.endswith("exp_avg")]
+        assert moments == [f"optimizer.state.{name}.exp_avg" for name in parts().state_dict()]
+        model(torch.ones(2, 4))
+        again = torch.optim.AdamW(list(read_tree(model).model.parameters()))
+        model(torch.ones(2, 4))
+        keeper.resume(model=model, optimizer=again)
+        same(again.state_dict()["state"], optim.state_dict()["state"])
+        keeper.close()
+
+
+@on(2)
+def test_parameters_that_the_model_does_not_use_any_more_are_refused(folder: Path) -> None:
+    """Gathered ones ended the process, and replaced ones were saved without a name."""
+    gathered = parts()
+    for block in gathered[1:]:
+        fully_shard(block)
+    gathered(torch.ones(2, 4))
+    cases = [(gathered, torch.optim.AdamW(gathered.parameters()), "gathered for a forward")]
+    for part in ([], [1, 2]):
+        model = parts()
+        optim = trained_by(model, torch.optim.AdamW(model.parameters()))
+        for block in [model[at] for at in part] or [model]:
+            fully_shard(block)
+        cases.append((model, optim, "does not have any more"))
+    for model, optim, words in cases:
+        raises(partial(ours.get_optimizer_state_dict, model, optim), words, "after wrapping it")
+        empty = {"state": {}, "param_groups": []}
+        raises(partial(ours.set_optimizer_state_dict, model, optim, empty), words)
+        with torchlift.Keeper(folder) as keeper:
+            raises(partial(keeper.save, 1, model=model, optimizer=optim), words)
+        optim = torch.optim.AdamW([*read_tree(model).model.parameters()])  # the hint
+        names = list(parts().state_dict())
+        assert list(ours.get_optimizer_state_dict(model, optim)["state"]) == names
+
+
+@on(2)
+def test_state_of_a_former_parameter_is_refused_until_it_is_removed() -> None:
+    """torch raises ``KeyError: 139975134822960``, which is the id of a tensor."""
+    model = parts()
+    old = list(model.parameters())
+    optim = trained_by(model, torch.optim.AdamW(old))
+    saved = cloned(ours.get_optimizer_state_dict(model, optim))
+    fully_shard(model)
+    optim.param_groups[0]["params"] = list(model.parameters())
+    words = "in none of its groups", "optimizer.state.pop(parameter)"
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    ours.set_optimizer_state_dict(model, optim, saved, options=FULL)  # as in torch, it drops these
+    same(ours.get_optimizer_state_dict(model, optim, options=FULL)["state"], saved["state"])
+    optim.state[old[0]] = {"step": torch.ones(())}
+    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
+    optim.state.pop(old[0])
+    same(ours.get_optimizer_state_dict(model, optim, options=FULL)["state"], saved["state"])
+
+
+@on(2, 4)
+def test_gathered_tensors_are_those_of_torch_on_random_meshes() -> None:
+    """Any placements, sizes that ranks do not divide, and dtypes that gloo does not send."""
+    count, draw = dist.get_world_size(), random.Random(1)
+    shapes = ((2,), (1, 2), (2, 1)) if count == 2 else ((4,), (2, 2), (1, 4), (2, 1, 2))
+    meshes = [cpu_mesh(*shape) for shape in shapes]
+    dtypes = (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64)
+    sharded, expected = [], []
+    for number in range(60):
+        mesh, shape = draw.choice(meshes), draw.choices((0, 1, 2, 3, 5, 8), k=draw.randint(0, 3))
+        places = [Replicate(), *map(Shard, range(len(shape)))]
+        whole = (torch.randn(shape) * 5).to(draw.choice(dtypes))
+        chosen = [draw.choice(places) for _ in range(mesh.ndim)]
+        made = distribute_tensor(whole, mesh, chosen, src_data_rank=None)
+        sharded.append((str(number), made))
+        expected.append(whole)
+    for keeps in ("each", "one", "none"):
+        gatherer = Gatherer(sharded, keeps=keeps)
+        for found, whole in zip(gatherer, expected, strict=True):
+            assert (found is None) == (keeps == "none")
+            if found is not None:
+                assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
+                assert found.tolist() == whole.tolist() or whole.isnan().any()
+
+
+@on(2)
+def test_a_rank_without_memory_stops_all_ranks_before_they_gather() -> None:
+    """gloo ended the process with SIGABRT, and on NCCL the other rank waited."""
+    mesh = cpu_mesh()
+    whole = torch.empty(48, 2**20)  # 192 MiB, which nobody touches
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    other = {"weight": distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)}
+    sent = {} if dist.get_rank() else {"weight": whole}
+    calls = [
+        partial(ours.get_model_state_dict, model, options=FULL),
+        partial(torchlift.digest, model),
+        partial(ours.set_model_state_dict, model, other),
+        partial(ours.set_model_state_dict, model, sent, options=FROM_0),
+    ]
+    torchlift.digest({"ready": torch.ones(1)})
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    for call in calls:
+        if dist.get_rank() == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, limits[1]))
+        try:
+            with pytest.raises(RuntimeError if dist.get_rank() else CheckpointError) as caught:
+                call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert "can't allocate memory" in str(caught.value)
+        if dist.get_rank() == 0:
+            assert "on rank 1" in str(caught.value)
+        dist.barrier()
+
+
+@on(4)
+def test_experts_of_one_group_do_not_stand_for_those_of_another() -> None:
+    """The dict of rank 0 had the values of its own group, and the others were lost."""
+    mesh = cpu_mesh(2, 2, names=("ep", "dp"))
+    torch.manual_seed(dist.get_rank() // 2)
+    expert = fully_shard(nn.Linear(4, 2), mesh=mesh["dp"])
+    model = nn.ModuleDict({"dense": fully_shard(parts()), "expert": expert})
+    optim = torch.optim.AdamW(model.parameters())
+    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    expected = ours.get_state_dict(model, optim, options=FULL)
+    call = partial(ours.get_state_dict, model, optim, options=one)
+    raises(call, "'expert.weight'", "different values", "process_group=")
+    found = call(process_group=mesh["dp"].get_group())  # the hint
+    same(found, expected if dist.get_rank() % 2 == 0 else ({}, {}))
+    for param in expert.parameters():
+        nn.init.ones_(param)
+    found = ours.get_model_state_dict(model, options=one)
+    same(found.get("expert.bias"), None if dist.get_rank() else torch.ones(2))
+
+
+@on(2)
+def test_tensors_of_another_layout_are_passed_whole() -> None:
+    """`load` named an option that it lacks."""
+    model, target = fully_shard(parts()), fully_shard(parts())
+    other = distribute_tensor(torch.ones(4, 4), cpu_mesh(2, 1), [Shard(0), Replicate()])
+    state = {**ours.get_model_state_dict(model), "0.weight": other}
+    words = "has another layout", "those of get_state_dict with full_state_dict=True"
+    with pytest.raises(PlacementError, match=words[0]) as caught:
+        torchlift.load(target, state)
+    assert words[1] in str(caught.value)
+    raises(partial(ours.set_model_state_dict, target, state), *words)
+    whole = ours.get_model_state_dict(model, options=FULL)
+    torchlift.load(target, whole)
+    raises(partial(ours.set_model_state_dict, target, whole), "Pass full_state_dict=True")
+    ours.set_model_state_dict(target, whole, options=FULL)
+    same(target.state_dict(), model.state_dict())
+
+
+@on(2)
+def test_compiled_modules_inside_checkpointing_have_canonical_names() -> None:
+    """torch leaves `_orig_mod` in the keys, so that they load into no other model."""
+    model = net()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(torch.compile(block, backend="eager"))
+    model = DistributedDataParallel(model)
+    optim = torch.optim.Adam(model.parameters())
+    train(optim)
+    states = cloned(ours.get_state_dict(model, optim))
+    assert states[0].keys() == net().state_dict().keys()
+    other, optim = built("fsdp blocks", seed=3)
+    ours.set_state_dict(
+        other, optim, model_state_dict=states[0], optim_state_dict=states[1], options=FULL
+    )
+    same(ours.get_state_dict(other, optim, options=FULL)[1]["state"], states[1]["state"])
+
+
+class Versioned(nn.Linear):
+    _version = 2
+    seen: ClassVar[list[object]] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        self.seen.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+@on(2)
+def test_fully_sharded_data_parallel_goes_through_torch() -> None:
+    full = {"full_state_dict": True}
+    source, target = fsdp1(0, Versioned), fsdp1(1, Versioned)
+    mine = ours.get_state_dict(*source, options=ours.StateDictOptions(**full))
+    same(mine, theirs.get_state_dict(*source, options=theirs.StateDictOptions(**full)))
+    given = containers(mine)
+    ours.set_state_dict(
+        *target,
+        model_state_dict=given[0],
+        optim_state_dict=given[1],
+        options=ours.StateDictOptions(**full),
+    )
+    same(given, containers(mine))
+    same(ours.get_state_dict(*target, options=ours.StateDictOptions(**full)), mine)
+    for chosen in (ours.StateDictOptions(), ours.StateDictOptions(**full)):
+        Versioned.seen.clear()
+        state = ours.get_model_state_dict(source[0], options=chosen)
+        ours.set_model_state_dict(target[0], state, options=chosen)
+        assert Versioned.seen == [2], Versioned.seen
+
+
+@on(2)
+def test_no_step_is_taken_for_fully_sharded_data_parallel() -> None:
+    """torch's own function takes one for an optimizer without state, hooks included."""
+    steps: list[object] = []
+
+    class Foreign(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            steps.append(1)
+
+    model, stepped = fsdp1()
+    for make in (torch.optim.Adam, torch.optim.SGD, lambda params: Foreign(params, {"lr": 0.1})):
+        optim = make(model.parameters())
+        optim.register_step_pre_hook(lambda *_: steps.append(1))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optim)
+        before = cloned((dict(model.named_parameters()), optim.state_dict()))
+        patched = vars(optim)["step"]
+        found = ours.get_optimizer_state_dict(model, optim, options=FULL)
+        same(cloned((dict(model.named_parameters()), optim.state_dict())), before)
+        assert not optim.state
+        assert vars(optim)["step"] is patched
+        assert all(param.grad is None for param in model.parameters())
+        for state in found["state"].values():
+            assert state["step"] == 0, state
+        assert bool(found["state"]) == isinstance(optim, torch.optim.Adam)
+        ours.set_optimizer_state_dict(model, optim, found, options=FULL)
+        del scheduler
+    assert not steps
+    saved = ours.get_optimizer_state_dict(model, stepped, options=FULL)
+    other = torch.optim.Adam(model.parameters())
+    ours.set_optimizer_state_dict(model, other, containers(saved), options=FULL)
+    same(ours.get_optimizer_state_dict(model, other, options=FULL)["state"], saved["state"])
+
+
+@on(2, 4)
+def test_optimizer_states_with_other_placements_are_laid_out_like_their_parameters() -> None:
+    """torch takes them as they are, and the next step raises. Another mesh is refused."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    other = cpu_mesh(dist.get_world_size(), 1)
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        source = built(wrap, "adamw", seed=5)
+        expected = ours.get_optimizer_state_dict(*source)
+        for mesh in (None, other):
+            given = containers(expected)
+            for state in given["state"].values():
+                for key, value in state.items():
+                    if isinstance(value, DTensor):
+                        state[key] = value.redistribute(placements=[Replicate()])
+                        if mesh is not None:
+                            state[key] = DTensor.from_local(
+                                state[key].to_local(), mesh, [Replicate(), Replicate()]
+                            )
+            for steps in (0, 1):
+                model, optim = built(wrap, "adamw", steps=steps)
+                before = state_of(model, optim)
+                call = partial(ours.set_optimizer_state_dict, model, optim, given)
+                if mesh is not None:
+                    raises(call, "has another layout than the model", "full_state_dict=True")
+                    same(state_of(model, optim), before)
+                    continue
+                kept = cloned(containers(given))
+                call()
+                same(given, kept, "the caller's dict")
+                same(optim.state_dict()["state"], source[1].state_dict()["state"], wrap)
+                train(optim)
+
+
+class Communicating(torch.optim.Optimizer):
+    """Exchanges what each rank computed, in its step, as distributed Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("momentum", torch.zeros(3))
+                dist.all_reduce(state["momentum"])
+
+
+@on(2)
+def test_a_step_that_communicates_is_never_taken() -> None:
+    """On one rank alone it would wait for the others, and then give half a state."""
+    model = WRAPPERS["ddp"](net())
+    optim = Communicating(model.parameters())
+    if dist.get_rank() == 1:
+        found = ours.get_optimizer_state_dict(model, optim)
+        assert found["state"] == {}
+    dist.barrier()
+    saved = ours.get_optimizer_state_dict(model, optim)
+    report = ours.set_optimizer_state_dict(model, optim, saved)
+    assert set(report.left_out) == {name for name, _ in net().named_parameters()}
+    assert not optim.state
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    with_state = ours.get_optimizer_state_dict(model, muon)["state"]
+    assert all(not state["momentum_buffer"].any() for state in with_state.values())
+    assert with_state
+    assert not muon.state
+
+
+@on(2)
+def test_a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
+    """Which call the methods that were patched, and would come back without end."""
+    for options in ({}, {"full_state_dict": True}):
+        chosen = ours.StateDictOptions(**options)
+        model, optim = fsdp1()
+        expected = ours.get_state_dict(model, optim, options=chosen)
+        ours.patch_model_state_dict(model, options=chosen)
+        ours.patch_optimizer_state_dict(model, optimizers=optim, options=chosen)
+        patches = model.state_dict, optim.load_state_dict
+        found = model.state_dict(), optim.state_dict()
+        assert (found[0].keys(), found[1].keys()) == (expected[0].keys(), expected[1].keys())
+        model.load_state_dict(found[0])
+        optim.load_state_dict(found[1])
+        if options:  # shards of FullyShardedDataParallel cannot be compared on the CPU
+            same(found, expected)
+            same(ours.get_state_dict(model, optim, options=chosen), expected)
+        assert patches == (model.state_dict, optim.load_state_dict)
+
+
+@on(2)
+def test_module_versions_of_a_fully_sharded_model_are_those_of_the_bare_one() -> None:
+    """torch drops them where it gathers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
+    assert dict(inner.state_dict()._metadata) == expected
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    for full in (False, True):
+        chosen = ours.StateDictOptions(full_state_dict=full)
+        found = ours.get_model_state_dict(model, options=chosen)
+        assert dict(found._metadata) == expected, found._metadata

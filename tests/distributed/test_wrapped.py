@@ -2,28 +2,105 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from ranks import run_workers
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, on
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlift
+from torchlift.distributed import StateDictOptions, get_optimizer_state_dict
+from torchlift.errors import CheckpointError, PlacementError
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Every check on two ranks."""
-    out = tmp_path_factory.mktemp("wrapped")
-    return run_workers(Path(__file__).with_name("workers_wrapped.py"), 2, out)
+def bare() -> nn.Module:
+    """A model with the same values on all ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "check",
-    [
-        "each_wrapper_loads_what_any_of_them_saved",
-        "an_optimizer_of_flat_pieces_is_refused_on_all_ranks",
-        "a_keeper_refuses_flat_pieces_on_all_ranks",
-    ],
-)
-def test_wrapped_models_on_two_ranks(results: dict[str, str], check: str) -> None:
-    """Saved, loaded, or refused, on both alike."""
-    assert results[check] == ""
+def sharded() -> nn.Module:
+    """The model as FSDP2 has it."""
+    model = bare()
+    fully_shard(model, mesh=cpu_mesh())
+    return model
+
+
+def flat(original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as FSDP1 has it, and its optimizer after a step."""
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(bare(), device_id=cpu, use_orig_params=original)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@on(2)
+def test_each_wrapper_loads_what_any_of_them_saved(folder: Path) -> None:
+    """Those of one process, DDP of a compiled model, and FSDP2."""
+    ways = {
+        "ddp": lambda: DistributedDataParallel(bare()),
+        "ddp-compiled": lambda: DistributedDataParallel(torch.compile(bare(), backend="eager")),
+        "fsdp2": sharded,
+    }
+    path = folder / "wrapped.pt"
+    for saved in ways.values():
+        source = saved()
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(3)
+        torchlift.save(source, path, process_group=dist.group.WORLD)
+        for loaded in ways.values():
+            target = loaded()
+            report = torchlift.load(target, path, collective=True)
+            assert list(report.loaded) == list(bare().state_dict()), list(report.loaded)
+            for name, value in bare().state_dict().items():
+                (found,) = [v for k, v in target.state_dict().items() if k.endswith(name)]
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+                assert torch.equal(found, value * 3), name
+        dist.barrier()
+
+
+@on(2)
+def test_an_optimizer_of_flat_pieces_is_refused_on_all_ranks(folder: Path) -> None:
+    """Before anything is written, with its model and without; what gathers it is saved."""
+    for original in (True, False):
+        model, optimizer = flat(original)
+        for number, state in enumerate(({"model": model, "optimizer": optimizer}, [optimizer])):
+            path = folder / f"flat-{original}-{number}.pt"
+            for options in ({}, {"process_group": dist.group.WORLD}):
+                with pytest.raises(PlacementError, match="get_optimizer_state_dict") as caught:
+                    torchlift.save(state, path, **options)
+                assert caught.value.entry == "Adam"
+                dist.barrier()
+                assert not path.exists()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        gathered = get_optimizer_state_dict(model, optimizer, options=whole)
+        if dist.get_rank() == 0:
+            torchlift.save(gathered, folder / f"whole-{original}.pt")
+            with torchlift.open(folder / f"whole-{original}.pt") as ckpt:
+                assert ckpt.entries["state.0.weight.exp_avg"].shape == (4, 4)
+        dist.barrier()
+
+
+@on(2)
+def test_a_keeper_refuses_flat_pieces_on_all_ranks(folder: Path) -> None:
+    """With one error that names the object, to save and to resume."""
+    model, optimizer = flat(True)
+    with torchlift.Keeper(folder, background=False) as keeper:
+        for call in (
+            lambda: keeper.save(1, model=model, optimizer=optimizer),
+            lambda: keeper.save(1, model=model),
+        ):
+            with pytest.raises(CheckpointError, match=r"FullyShardedDataParallel.*fully_shard"):
+                call()
+        assert set(os.listdir(folder)) <= {".keeper.lock"}
+        good = sharded()
+        assert keeper.save(1, model=good)
+        assert keeper.resume(model=good) == 1

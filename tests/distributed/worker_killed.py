@@ -46,15 +46,6 @@ def dies_in(count: int, function: Any) -> Any:
     return lambda *args: function(*args) if next(calls, None) else die()
 
 
-class Weights(torch.nn.Module):
-    """A model with these parameters."""
-
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for key, value in state.items():
-            self.register_parameter(key, torch.nn.Parameter(value))
-
-
 def main() -> None:
     folder, rank, world, victims, where, name = sys.argv[1:]
     torch.set_num_threads(1)
@@ -68,10 +59,6 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (int(world),))
     values = {f"w{i}": torch.full((9, 3), 2.0 + i) for i in range(6)}
     state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
-    keeper = torchlift.Keeper(Path(folder, "saved")) if name == "keeper" else None
-    if keeper is not None:
-        keeper.save(1, model=Weights(state))
-        keeper.wait()
     if rank in victims.split(","):
         if where == "write":
             # A rank writes its own small file in one call. The first rank then writes one of all.
@@ -84,10 +71,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         path = Path(folder, "saved", name)
-        if keeper is not None:
-            keeper.save(2, model=Weights(state))
-            keeper.wait()
-        elif name == "dcp":
+        if name == "dcp":
             torch.distributed.checkpoint.save(state, storage_writer=CheckpointWriter(path))
         else:
             torchlift.save(state, path, max_shard_size=200 if name.endswith("json") else None)

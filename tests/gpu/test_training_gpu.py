@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from small_models import Mixed, Tied, Two, randomised, saved, tensors_of
-from state_models import equal
+from state_models import same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from zoo import same as same_bits
@@ -126,7 +126,7 @@ def test_large_live_weights_are_filled_in_pieces(tmp_path, accelerator, given, d
     torch.accelerator.memory.reset_peak_memory_stats()
     before = torch.accelerator.memory.memory_allocated()
     torchlift.load(model, saved(state, tmp_path) if given == "file" else state)
-    assert equal(model.state_dict(), expected.state_dict())
+    assert same(model.state_dict(), expected.state_dict())
     added = torch.accelerator.memory.max_memory_allocated() - before
     assert added <= model.strided.nbytes + 5 * _MIB  # which torch sends whole
 
@@ -209,7 +209,7 @@ def test_a_failed_load_changes_nothing_on_the_device(tmp_path, accelerator) -> N
     old = copy.deepcopy(model.state_dict())
     with pytest.raises(torchlift.IntegrityError, match="checksums are wrong in 1 of"):
         torchlift.load(model, path, verify=True)
-    assert equal(model.state_dict(), old)
+    assert same(model.state_dict(), old)
 
 
 @pytest.mark.parametrize("way", _WAYS)
@@ -225,13 +225,13 @@ def test_an_optimizer_goes_on_from_a_file(tmp_path, accelerator, way) -> None:
     ours = torch.optim.AdamW(loaded.parameters(), **_WAYS[way])
     torchlift.load(loaded, path, root="model")
     torchlift.load_optimizer(loaded, ours, path, root="optimizer")
-    assert equal(ours.state_dict(), torchs.state_dict())
+    assert same(ours.state_dict(), torchs.state_dict())
     for one, other in zip(ours.state.values(), torchs.state.values(), strict=True):
         assert {k: v.device for k, v in one.items()} == {k: v.device for k, v in other.items()}
     for one, optimizer in ((loaded, ours), (expected, torchs)):
         torch.manual_seed(0)
         step(one, optimizer)
-    assert equal(loaded.state_dict(), expected.state_dict())
+    assert same(loaded.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["torch-zip", "safetensors", "dcp"])
@@ -270,7 +270,7 @@ def test_a_keeper_saves_while_training_goes_on(tmp_path, accelerator) -> None:
         torch.manual_seed(7)
         assert keeper.resume(other) == 2
     step(**other)
-    assert equal(other["model"].state_dict(), expected)
+    assert same(other["model"].state_dict(), expected)
     assert {value.device for value in tensors_of(other["model"]).values()} == {accelerator}
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
-import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +20,7 @@ import pytest
 import torch
 from failing_reads import failing
 from forked import PIPE, Forked
+from full_disk import file_size_limit
 from save_states import number_of
 from save_states import state_of as small_state_of
 
@@ -46,19 +45,6 @@ state_of = partial(small_state_of, count=COUNT, size=SIZE)
 def contents(path: Path) -> dict[str, bytes]:
     """Every file in a folder."""
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """A full disk, as far as every machine can have one."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @each_way

@@ -9,14 +9,15 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from forked import run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Checks = dict[str, Callable[[], None]]
-SAVE, LOAD = "save", "load"
 #: When a rank that waits for another gives up: sooner than the test, so that it can say where; a
 #: little before, each prints where it stands.
 HANGS = timedelta(seconds=300)
@@ -53,115 +53,150 @@ def run_workers(
     return found
 
 
-def on(*worlds: int) -> Callable[[Callable[..., None]], Any]:
+def on(*worlds: int, **cases: Iterable[object]) -> Callable[[Callable[..., None]], Any]:
     """Make a check on ranks a test: one for each number of ranks, with the check as its only body.
 
     Each rank runs the check in a process of its own, which imports the test file. All checks of a
-    file that were chosen run in one world. A parameter `folder` is a folder that the ranks share.
+    file that were chosen run in one world. A parameter `folder` is a folder of this test that the
+    ranks share, and `saved` is that of the functions with `saves`.
+
+    Write the decorator twice for numbers of ranks that have other cases.
+
+    Args:
+        *worlds: The numbers of ranks.
+        **cases: More parameters of the check, and the values of each: a test for each combination.
     """
+    rows = {
+        "-".join(map(_id_of, row)): dict(zip(cases, row, strict=True))
+        for row in product(*cases.values())
+    }
 
-    def decorate(check: Callable[..., None]) -> Any:
-        file, name = Path(check.__code__.co_filename), check.__name__
+    def decorate(decorated: Callable[..., None]) -> Any:
+        check = getattr(decorated, "check", decorated)
+        file = Path(check.__code__.co_filename)
 
-        def test(ranks: int, request: pytest.FixtureRequest) -> None:
+        def test(ranks: int, case: str, request: pytest.FixtureRequest) -> None:
             items = [item for item in request.session.items if item.path == request.path]
-            chosen = {
-                item.originalname: None
-                for item in items
-                if getattr(item.function, "check", None) and item.callspec.params["ranks"] == ranks
-            }
-            assert _results_of(file, ranks, tuple(chosen))[name] == ""
+            on_ranks = [item for item in items if hasattr(item.function, "check")]
+            savers = _savers_of(request.module, on_ranks)
+            names = dict.fromkeys(
+                (each.originalname, each.callspec.params["case"])
+                for each in on_ranks
+                if each.callspec.params["ranks"] == ranks
+            )
+            failure = _results_of(file, ranks, tuple(names), savers)[_key(check.__name__, case)]
+            assert not failure, failure
 
-        test.__name__, test.__doc__, test.__module__ = name, check.__doc__, check.__module__
-        test.check = check  # type: ignore[attr-defined]
-        return pytest.mark.distributed(pytest.mark.parametrize("ranks", worlds)(test))
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        test.__module__ = check.__module__
+        params = [
+            pytest.param(ranks, case, id=f"{ranks}-{case}".removesuffix("-"))
+            for ranks, case in product(worlds, rows)
+        ]
+        params += getattr(decorated, "params", [])
+        known = {**rows, **getattr(decorated, "rows", {})}
+        vars(test).update(check=check, rows=known, params=params)
+        return pytest.mark.distributed(pytest.mark.parametrize(("ranks", "case"), params)(test))
 
     return decorate
 
 
+def _id_of(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def saves(*worlds: int) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    """Run a function on each of these numbers of ranks before the tests of its file.
+
+    It saves into the folder that it gets, which is the `saved` of each check. Worlds that are
+    larger than those of the chosen tests are left out: see `worlds`.
+    """
+
+    def mark(function: Callable[[Path], None]) -> Callable[[Path], None]:
+        function.saves_on = worlds  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class _Saver(NamedTuple):
+    """A function with `saves`, by name, and a number of ranks that it runs on."""
+
+    ranks: int
+    name: str
+
+
+def _savers_of(module: object, items: Sequence[Any]) -> tuple[_Saver, ...]:
+    """The functions that must save before these tests, in worlds no larger than theirs."""
+    readers = [item for item in items if "saved" in signature(item.function.check).parameters]
+    most = max((item.callspec.params["ranks"] for item in readers), default=0)
+    return tuple(
+        _Saver(ranks, name)
+        for name, value in vars(module).items()
+        for ranks in getattr(value, "saves_on", ())
+        if ranks <= most
+    )
+
+
+def _key(name: str, case: str) -> str:
+    return f"{name}[{case}]"
+
+
 @cache
-def _results_of(file: Path, ranks: int, names: tuple[str, ...]) -> dict[str, str]:
+def _results_of(
+    file: Path, ranks: int, names: tuple[tuple[str, str], ...], savers: tuple[_Saver, ...]
+) -> dict[str, str]:
+    saved = Path(_saved_by(file, savers).name)
+    worlds = sorted({saver.ranks for saver in savers})
+    return _run_file(file, ranks, names, saved, worlds)
+
+
+@cache
+def _saved_by(file: Path, savers: tuple[_Saver, ...]) -> TemporaryDirectory[str]:
+    """The folder that all functions with `saves` have saved into."""
+    saved = TemporaryDirectory()
+    worlds = sorted({saver.ranks for saver in savers})
+    for world in worlds:
+        names = tuple((name, "") for ranks, name in savers if ranks == world)
+        results = _run_file(file, world, names, Path(saved.name), worlds)
+        assert not any(results.values()), f"{world} ranks cannot save: {results}"
+    return saved
+
+
+def _run_file(
+    file: Path, ranks: int, names: tuple[tuple[str, str], ...], saved: Path, worlds: Sequence[int]
+) -> dict[str, str]:
+    flat = [part for name in names for part in name]
     with TemporaryDirectory() as folder:
+        for number in range(len(names)):
+            Path(folder, str(number)).mkdir()
         return run_workers(
-            "import ranks; ranks.main_of_file()", ranks, Path(folder), (), file, *names
+            "import ranks; ranks.main_of_file()", ranks, Path(folder), worlds, file, saved, *flat
         )
 
 
 def main_of_file() -> None:
     """The body of a worker process of `on`: the checks of a file by name."""
-    folder, file, *names = sys.argv[1:]
+    folder, file, saved, *flat = sys.argv[1:]
+    sys.path.insert(0, str(Path(file).parent))
     spec = spec_from_file_location(Path(file).stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     checks: Checks = {}
-    for name in names:
-        check = getattr(module, name).check
-        takes_folder = "folder" in signature(check).parameters
-        checks[name] = partial(check, folder=Path(folder)) if takes_folder else check
+    for number, (name, case) in enumerate(zip(flat[::2], flat[1::2], strict=True)):
+        function = getattr(module, name)
+        check = getattr(function, "check", function)
+        words = dict(function.rows[case]) if hasattr(function, "rows") else {}
+        folders = {"folder": Path(folder, str(number)), "saved": Path(saved)}
+        words |= {key: folders[key] for key in signature(check).parameters if key in folders}
+        checks[_key(name, case)] = partial(check, **words)
     main(checks)
 
 
-def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[str, str]]:
-    """Let each number of ranks save, then each load what all of them saved.
-
-    The largest world comes between the two and does both, since starting it takes longest.
-
-    Returns:
-        Ranks -> check -> what went wrong on which rank, or an empty text.
-    """
-    *smaller, largest = worlds
-    turns = [(SAVE, ranks) for ranks in smaller]
-    turns += [(SAVE + LOAD, largest), *((LOAD, ranks) for ranks in smaller)]
-    found: dict[int, dict[str, str]] = {ranks: {} for ranks in worlds}
-    with TemporaryDirectory() as folder:
-        for phases, ranks in turns:
-            out = Path(folder, f"{phases}-{ranks}")
-            out.mkdir()
-            found[ranks] |= run_workers(module, ranks, out, worlds)
-    return found
-
-
-def saved_then_loaded(module: Path, worlds: Sequence[int]) -> Any:
-    """Return a fixture: every check on every number of ranks, see `run_saves_then_loads`.
-
-    Worlds that are larger than those of all tests that are to run are left out. What goes wrong in
-    a smaller world is told with the largest one: it loaded what that has saved.
-    """
-
-    @pytest.fixture(scope="module", name="results")
-    def fixture(request: pytest.FixtureRequest) -> dict[int, dict[str, str]]:
-        chosen = [item for item in request.session.items if item.path == request.path]
-        asked = {item.callspec.params["ranks"] for item in chosen if "results" in item.fixturenames}
-        *smaller, largest = [ranks for ranks in worlds if ranks <= max(asked)]
-        found = run_saves_then_loads(module, [*smaller, largest])
-        for ranks in smaller:
-            for check, text in found[ranks].items():
-                found[largest][check] = found[largest].get(check, "") + text
-        return found
-
-    return fixture
-
-
-def on_ranks(worlds: Sequence[int], checks: Sequence[str]) -> Callable[[Any], Any]:
-    """Mark a test of one check on some number of ranks."""
-    marks = (
-        pytest.mark.distributed,
-        pytest.mark.parametrize("ranks", worlds),
-        pytest.mark.parametrize("check", checks),
-    )
-
-    def marked(test: Any) -> Any:
-        for mark in reversed(marks):
-            test = mark(test)
-        return test
-
-    return marked
-
-
 def worlds() -> list[int]:
-    """The numbers of ranks that save, in a worker of `run_saves_then_loads`."""
+    """The numbers of ranks that saved, in a check: see `saves`."""
     return [*map(int, os.environ["WORLDS"].split())]
 
 
@@ -169,12 +204,6 @@ def worlds() -> list[int]:
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """A mesh of this shape, or a line of all ranks: made once, since each starts process groups."""
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
-
-
-def main_saves_then_loads(*, saves: Checks, loads: Checks) -> None:
-    """The body of a worker process whose checks save or load, as its turn is."""
-    phases = Path(sys.argv[1]).name
-    main({**(saves if SAVE in phases else {}), **(loads if LOAD in phases else {})})
 
 
 def main(checks: Checks) -> None:
