@@ -319,7 +319,12 @@ def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
     """Return the answers that all ranks of a group know together."""
     found: list[Any] = [known] * torch.distributed.get_world_size(group)
     if len(found) > 1:
-        torch.distributed.all_gather_object(found, known, group=group)
+        try:
+            torch.distributed.all_gather_object(found, known, group=group)
+        except Exception:
+            # Such as no memory for the message: the others wait for it. Where ranks are lost, or
+            # have been waited for too long, it fails again at once.
+            torch.distributed.all_gather_object(found, known, group=group)
     return {who: answer for each in found for who, answer in each.items()}
 
 
