@@ -338,6 +338,7 @@ def test_ranks_say_what_each_would_read(run, path) -> None:
         (["--budget", "cpu=1GiB"], "--budget: not allowed with argument --ranks"),
         (["--no-split", "0"], "--no-split: pass --budget too"),
         (["--no-strict"], "--no-strict: pass --model too"),
+        (["--model-args", ""], "--model-args: pass --model too"),
         (["--allow-missing", "x"], "--allow-missing: pass --model too"),
         (["--model", "mymodel:make"], "--ranks: leave out --model and --dtype"),
         (["--dtype", "bf16"], "--ranks: leave out --model and --dtype"),

@@ -178,24 +178,6 @@ def test_what_an_override_reports_as_unexpected_is_not_loaded(tmp_path: Path) ->
 # -- pre-hooks --------------------------------------------------------------------------------
 
 
-class Split(nn.Module):
-    """Two projections that older files hold as one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(4, 4, bias=False)
-        self.k = nn.Linear(4, 4, bias=False)
-        self.register_load_state_dict_pre_hook(split)
-
-
-def split(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-    """Split what is fused."""
-    fused = state_dict.pop(prefix + "qk", None)
-    if fused is not None:
-        state_dict[prefix + "q.weight"] = fused[:4]
-        state_dict[prefix + "k.weight"] = fused[4:]
-
-
 def test_hooks_of_both_kinds_get_what_torch_gives_them(tmp_path: Path) -> None:
     """With the module and without, with the prefix and the lists, and `strict` as torch has it."""
     seen: list[tuple[Any, ...]] = []

@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
     of_model = ("model_args", "no_strict", "ignore_mismatched", "allow_missing")
     for name in of_model if args.model is None else ():
-        if getattr(args, name):
+        if getattr(args, name) not in (None, False, []):  # an empty text is an option, too
             raise UsageError(f"--{name.replace('_', '-')}: pass --model too")
     args.model_args = _read_json("--model-args", args.model_args or "{}")
     if args.device_map is not None:
