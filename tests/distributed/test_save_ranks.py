@@ -280,6 +280,28 @@ def test_a_fault_of_one_rank_stops_all(folder: Path) -> None:
     assert path.read_bytes() == before
 
 
+@on(2, who=(0, 1), name=("all_gather_object", "gather_object"))
+def test_a_message_that_one_rank_cannot_send_is_sent_again(
+    who: int, name: str, folder: Path
+) -> None:
+    """For want of memory, say: the others wait for it, until the timeout of their group."""
+    collective, failed, fails = getattr(dist, name), 0, True
+
+    def call(*args: Any, **options: Any) -> object:
+        nonlocal failed, fails
+        if dist.get_rank() == who and fails:
+            failed, fails = failed + 1, False
+            raise MemoryError("no room")
+        fails = failed < 3
+        return collective(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, call)
+        save_consolidated({"w": torch.ones(2)}, folder / "saved.pt")
+    assert failed == (dist.get_rank() == who) * (3 if name == "all_gather_object" else 1)
+    assert torch.equal(torch.load(folder / "saved.pt")["w"], torch.ones(2))
+
+
 @on(1, 2, 4)
 def test_reads_what_any_number_of_ranks_wrote(saved: Path) -> None:
     expected = expected_state()

@@ -26,8 +26,8 @@ FILES = [
     *("mkdir", "rmdir", "listdir", "scandir", "stat", "lstat", "fstat", "chmod", "utime", "access"),
     *("readlink", "symlink", "posix_fallocate", "copy_file_range", "sendfile", "statvfs"),
 ]
-GROUPS = ["all_gather_object", "all_gather", "broadcast_object_list", "broadcast", "all_reduce",
-          "barrier", "destroy_process_group"]  # fmt: skip
+GROUPS = ["all_gather_object", "all_gather", "gather_object", "broadcast_object_list", "broadcast",
+          "all_reduce", "barrier", "destroy_process_group"]  # fmt: skip
 _TORCH = (dist, distributed_c10d)
 PLACES = [
     *((os, name) for name in FILES),

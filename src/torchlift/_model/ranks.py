@@ -263,7 +263,7 @@ class RankGroup:
         first, *others = ranks_of(group)
         rows = [value, *(value for _ in others)] if rank() == first else None
         try:
-            torch.distributed.gather_object(value, rows, dst=first, group=group)
+            _call_again(torch.distributed.gather_object, value, rows, dst=first, group=group)
         except RuntimeError as lost:
             raise self._lost_error(lost) from lost
         return rows or []
@@ -319,13 +319,19 @@ def _gather(known: dict[int, _Answer], group: Any) -> dict[int, _Answer]:
     """Return the answers that all ranks of a group know together."""
     found: list[Any] = [known] * torch.distributed.get_world_size(group)
     if len(found) > 1:
-        try:
-            torch.distributed.all_gather_object(found, known, group=group)
-        except Exception:
-            # Such as no memory for the message: the others wait for it. Where ranks are lost, or
-            # have been waited for too long, it fails again at once.
-            torch.distributed.all_gather_object(found, known, group=group)
+        _call_again(torch.distributed.all_gather_object, found, known, group=group)
     return {who: answer for each in found for who, answer in each.items()}
+
+
+def _call_again(collective: Callable[..., object], *args: Any, **options: Any) -> None:
+    """Call a collective, and again if it fails on this rank, such as without memory for a message.
+
+    The others wait for the message. If ranks are lost, or the time is up, it fails again at once.
+    """
+    try:
+        collective(*args, **options)
+    except Exception:
+        collective(*args, **options)
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
