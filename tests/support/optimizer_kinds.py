@@ -136,6 +136,8 @@ ADAMS: dict[str, Callable[[Net], Any]] = {
     "AMSGrad": _simple(torch.optim.Adam, lr=0.01, amsgrad=True),
     "AdamW": _simple(torch.optim.AdamW, lr=0.01),
     "AdamW, a step each": _simple(torch.optim.AdamW, lr=0.01, foreach=False),
+    "AdamW, foreach": _simple(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, fused": _simple(torch.optim.AdamW, lr=0.01, fused=True),
     "NAdam": _simple(torch.optim.NAdam, lr=0.01),
     "RAdam": _simple(torch.optim.RAdam, lr=0.01),
     "Adamax": _simple(torch.optim.Adamax, lr=0.01),
