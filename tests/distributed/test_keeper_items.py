@@ -1,4 +1,4 @@
-"""What a Keeper writes of each rank, and what it makes of damaged, old and foreign content."""
+"""What a Keeper writes of each rank, and what it makes of damaged and foreign content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from types import FrameType
@@ -22,6 +21,7 @@ from ranks import on
 from torch import nn
 
 import torchlift
+import torchlift.distributed as ours
 from torchlift.distributed import Generators
 from torchlift.distributed.run_state import Snapshot, pickled
 from torchlift.errors import CheckpointError, FormatError
@@ -358,45 +358,34 @@ def test_a_fork_is_refused_and_does_not_wait(
     assert keeper.steps() == [1]
 
 
-# ---- checkpoints of before
+# ---- folders of other programs
 
 
-@pytest.fixture
-def before(tmp_path: Path) -> Path:
-    """A file of one process and a folder of two ranks, saved by the version before items."""
-    with zipfile.ZipFile(Path(__file__).with_name("kept_before.zip")) as archive:
-        archive.extractall(tmp_path)
-    return tmp_path
-
-
-def test_a_file_of_before_is_resumed(before: Path) -> None:
-    """With the position of its loader, and the states of the generators."""
-    run, place = run_of(), Place(None)
-    saved = torchlift.open(before / "file/step-000000007.pt")
-    expected = saved["ranks.0.rng.torch"]
-    with torch.no_grad():
-        run["model"].weight.zero_()
-    assert torchlift.Keeper(before / "file").resume(run, loader=place) == 7
-    assert torch.equal(run["model"].weight, saved["model.weight"])
-    assert place.state == {"at": 10}
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_a_folder_of_before_is_refused_and_the_lines_of_the_error_load_it(before: Path) -> None:
-    """Its model and its optimizer."""
+def save_without_items(folder: str) -> None:
+    """Save what a Keeper saves, but for the items of ranks."""
     run = run_of()
-    optimizer = run["optimizer"] = torch.optim.AdamW(run["model"].parameters())
-    model = run["model"]
-    nn.init.zeros_(model.weight)
-    with pytest.raises(FormatError, match="an older version of torchlift saved this") as caught:
-        torchlift.Keeper(before / "folder").resume(run)
+    state = ours.get_state_dict(run["model"], run["optimizer"])
+    saved = {"model": state[0], "optimizer": state[1], "step": 7, "metrics": {}}
+    ours.save_consolidated(saved, f"{folder}/step-000000007", format="dcp")
+
+
+@pytest.mark.distributed
+def test_a_folder_without_items_is_refused_and_the_lines_of_the_error_load_it(
+    tmp_path: Path,
+) -> None:
+    """Its model and its optimizer."""
+    ours.on_ranks(2, save_without_items, str(tmp_path))
+    run = run_of()
+    run["optimizer"].state.clear()
+    nn.init.zeros_(run["model"].weight)
+    with pytest.raises(FormatError, match="does not have the item of a rank") as caught:
+        torchlift.Keeper(tmp_path).resume(run)
     hint = caught.value.hint or ""
-    names = {"torchlift": torchlift, "model": model, "optimizer": optimizer}
-    lines = hint.removeprefix("Load a model with ").removesuffix(".")
-    for line in lines.split(", and its optimizer with "):
-        eval(line, names)
-    saved = torchlift.open(before / "folder/step-000000007")
-    assert torch.equal(model.weight, saved["model.weight"])
-    moment = optimizer.state[model.weight]["exp_avg"]
+    for line in (
+        hint.removeprefix("Load a model with ").removesuffix(".").split(", and its optimizer with ")
+    ):
+        eval(line, {"torchlift": torchlift, **run})
+    saved, (weight, _) = torchlift.open(tmp_path / "step-000000007"), run["model"].parameters()
+    assert torch.equal(weight, saved["model.weight"])
+    moment = run["optimizer"].state[weight]["exp_avg"]
     assert torch.equal(moment, saved["optimizer.state.weight.exp_avg"])
-    assert optimizer.param_groups[0]["lr"] == 0.5

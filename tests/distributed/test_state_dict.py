@@ -25,7 +25,7 @@ from torchlift._model.dtensor import blocks, overlaps, shard_spans
 from torchlift._model.slots import read_tree
 from torchlift.distributed import StateDictOptions
 from torchlift.distributed.options import LoadCall, Part
-from torchlift.distributed.state_dict import _make_room, _prepare
+from torchlift.distributed.state_dict import _make_room, prepare
 
 FUNCTIONS = [name for name in ours.__all__ if name.startswith(("get_", "set_"))]
 
@@ -85,7 +85,7 @@ def test_a_rank_answers_the_broadcast_with_a_bit_for_each_name() -> None:
     model = nn.ParameterDict({f"p{at}": nn.Parameter(torch.ones(1)) for at in range(1000)})
     state = {**model.state_dict(), "other": torch.ones(1)}
     call = LoadCall(Part.MODEL, model, (), state, None, None)
-    job = _prepare(call, read_tree(model))
+    job = prepare(call, read_tree(model))
     needed = _make_room(job, cast(Any, None))
     assert needed == 2**1000 - 1
     assert len(pickle.dumps(needed)) < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def require_intact(
     ranks = group or RankGroup([])
 
     def list_checksums() -> StepResult[list[list[Checksum]], str]:
-        found = [_find_checksums(ckpt, only) for ckpt in ckpts]
+        found = [find_checksums(ckpt, only) for ckpt in ckpts]
         # Ranks may load different files: only equal ones share the work.
         digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
         return StepResult(found, digest)
@@ -115,14 +116,28 @@ def require_intact(
     by_rank, unchecked = ranks.run(compute).by_rank, 0
     for number, (ckpt, some) in enumerate(zip(ckpts, known, strict=True)):
         sums = ChainMap(*(by_rank[who][number] for who in peers))
-        report = compared(ckpt._index, some, sums)
-        if not report.ok:
-            raise _damage_error(ckpt, report)
-        unchecked += report.unchecked_nbytes
+        unchecked += require_equal(ckpt, some, sums)
     return unchecked
 
 
-def _find_checksums(ckpt: Checkpoint, only: Collection[str] | None) -> list[Checksum]:
+def require_equal(ckpt: Checkpoint, known: Sequence[Checksum], sums: Mapping[int, Any]) -> int:
+    """Compare checksums. Return the number of bytes without one.
+
+    Args:
+        ckpt: The checkpoint.
+        known: Its checksums, or some of them.
+        sums: Their `sums_of`.
+
+    Raises:
+        IntegrityError: If a checksum is wrong.
+    """
+    report = compared(ckpt._index, known, sums)
+    if not report.ok:
+        raise _damage_error(ckpt, report)
+    return report.unchecked_nbytes
+
+
+def find_checksums(ckpt: Checkpoint, only: Collection[str] | None = None) -> list[Checksum]:
     """Return the checksums of all or some storages, and of other records.
 
     A file is hashed for the hub only if one of the storages lacks a checksum of its own. This reads

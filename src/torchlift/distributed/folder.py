@@ -143,7 +143,7 @@ class RunFolder:
         Raises:
             CheckpointError: If the folder cannot be read.
         """
-        return self._kept(self._names())
+        return self._kept(self._list(self.directory))
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, the latest one last.
@@ -159,7 +159,7 @@ class RunFolder:
         Raises:
             CheckpointError: If the folder cannot be read.
         """
-        named = reversed(self._named(self._names()))
+        named = reversed(self._named(self._list(self.directory)))
         return next((one.path for one in named if self._is_complete(one.path)), None)
 
     def best(self) -> str | None:
@@ -218,23 +218,23 @@ class RunFolder:
         if path.endswith(".pt"):
             return True
         if not is_url(path):
-            return self._use(is_there, inside(path, DCP_METADATA))
+            return self.use(is_there, inside(path, DCP_METADATA))
         # One request for each folder, and not one at every call.
-        if path not in self._complete and DCP_METADATA in self._use(list_names, path):
+        if path not in self._complete and DCP_METADATA in self._list(path):
             self._complete.add(path)
         return path in self._complete
 
-    def _names(self) -> list[str]:
-        return self._use(list_names if is_url(self.directory) else os.listdir, self.directory)
+    def _list(self, path: str) -> list[str]:
+        return self.use(list_names if is_url(path) else os.listdir, path)
 
-    def _use(self, read: Callable[[str], T], path: str) -> T:
-        """Return the result of a function that reads the folder.
+    def use(self, function: Callable[[str], T], path: str) -> T:
+        """Return the result of a function of the folder, or of a path in it.
 
         Raises:
             CheckpointError: If the folder was removed, or its file system is not mounted.
         """
         try:
-            return read(path)
+            return function(path)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -288,7 +288,7 @@ class KeptFolder(RunFolder):
         Raises:
             CheckpointError: If the folder contains checkpoints, and this run did not resume.
         """
-        names = self._names()
+        names = self._list(self.directory)
         kept, turn = self._kept(names), 0
         if kept and not self.is_ours:
             raise CheckpointError(
@@ -306,14 +306,10 @@ class KeptFolder(RunFolder):
         while True:
             name = f"step-{step:09d}" + (f"-{turn}" if turn else "") + (".pt" if is_file else "")
             # Files of a killed save must not become a part of this one.
-            if name not in names or self._is_replaceable(self._path(name), is_file=is_file):
+            replaces = self._is_ours if is_file else self._remove
+            if name not in names or replaces(self._path(name)):
                 return name
             turn += 1  # another program wrote something of that name
-
-    def _is_replaceable(self, path: str, *, is_file: bool) -> bool:
-        if is_file:
-            return self._is_ours(path)
-        return self._remove(path)
 
     def sweep(self, newest: str) -> list[str]:
         """Remove the checkpoints that are not kept, and the files of interrupted saves.
@@ -324,7 +320,7 @@ class KeptFolder(RunFolder):
         Returns:
             Problems, as sentences.
         """
-        names, failed = self._names(), list[str]()
+        names, failed = self._list(self.directory), list[str]()
         kept = self._kept(names)
         stays = {newest, *(one.path for one in kept if self._every and not one.step % self._every)}
         if self.metric is not None:
@@ -393,9 +389,6 @@ class KeptFolder(RunFolder):
         if self._is_complete(path):
             return _read_head(path).is_ours
         return all(map(_WRITTEN.fullmatch, self._list(path)))
-
-    def _list(self, path: str) -> list[str]:
-        return list_names(path) if is_url(path) else os.listdir(path)
 
 
 def _require_number(name: str, number: object, expected: str) -> None:

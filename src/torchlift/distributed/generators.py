@@ -66,10 +66,5 @@ def _to_bytes(state: torch.Tensor) -> bytes:
     return bytes(memory_of(state))
 
 
-def _to_tensor(state: bytes | torch.Tensor) -> torch.Tensor:
-    """Return the state as torch takes it. Older versions of torchlift saved tensors."""
-    return (
-        state.clone()
-        if isinstance(state, torch.Tensor)
-        else torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    )
+def _to_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -10,6 +10,7 @@ import operator
 import os
 import warnings
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,13 @@ from datetime import timedelta
 from functools import partial, reduce
 from operator import and_
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
-from torchlift._load.checks import require_intact
+from torchlift._load.checks import find_checksums, require_equal
 from torchlift._model.commit import Commit
 from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, rank, ranks_of
 from torchlift._save.files import make_folders
@@ -35,14 +36,15 @@ from torchlift._system.interrupts import Interruptible, uninterrupted
 from torchlift._system.text import clipped_list
 from torchlift.distributed.folder import KeptFolder, Policy
 from torchlift.distributed.folder_lock import FolderLock
-from torchlift.distributed.run_state import Head, RunObjects, Snapshot
+from torchlift.distributed.run_state import RunObjects, Snapshot
 from torchlift.distributed.saved_run import OnOtherRanks, RunToLoad, SavedRun
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.staging import Staging
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.formats.integrity import Checksum, sums_of
 
-T = TypeVar("T")
-
+#: Names in errors of what must be equal on all ranks.
+_METHOD, _MODELS = "the method that they call", "their models and optimizers"
 #: Arguments of `torchlift.load`, which would be names of objects here.
 _RULES = ("include", "exclude", "allow_missing", "allow_unexpected", "rename")
 
@@ -51,15 +53,11 @@ class _Call(NamedTuple):
     """The message of a method.
 
     Attributes:
-        method: Its name.
-        step: The step to save.
-        models: The names of models and optimizers. Each rank has a part of their states.
+        same: What must be equal on all ranks, by its name in an error.
         value: More facts, which may differ between ranks.
     """
 
-    method: str
-    step: int | None = None
-    models: tuple[str, ...] = ()
+    same: Mapping[str, object]
     value: Any = None
 
 
@@ -73,18 +71,6 @@ class _Written(NamedTuple):
 
     report: SaveReport
     problems: list[str]
-
-
-class _ToSave(NamedTuple):
-    """The arguments of a save, checked.
-
-    Attributes:
-        head: The step and its metrics.
-        run: The objects.
-    """
-
-    head: Head
-    run: RunObjects
 
 
 class Keeper:
@@ -179,14 +165,12 @@ class Keeper:
                 raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
             self._folder = KeptFolder(self.directory, keep, every, best, best_is)
             named = {"background=": background, "busy=": busy, "best=": best, "timeout=": timeout}
-            return StepResult(None, _Call("Keeper", value=named))
+            return StepResult(None, _Call(named))
 
         try:
             _await_all(everyone.groups, limit)
             with _together(everyone):
-                arguments = everyone.run(validate_arguments).by_rank.values()
-                names = "background=, busy=, best= and timeout="
-                _require_same(f"do not pass the same {names}", [each.value for each in arguments])
+                everyone.run(validate_arguments, _require_same)
                 self._ranks, self._writers = make_group(), make_group()
                 everyone.run(self._open_folder)
         except BaseException:
@@ -196,19 +180,11 @@ class Keeper:
     def _open_folder(self) -> StepResult[None, None]:
         if is_url(self.directory):
             require_writable(self.directory)
-            self._folder.latest()  # two requests
         else:
-            try:
-                make_folders(self.directory, [])
-                os.listdir(self.directory)
-                if self._rank == 0:
-                    self._lock.acquire()
-            except CheckpointError:
-                raise
-            except OSError as error:
-                raise CheckpointError(
-                    "the folder cannot be created or read", file=self.directory, found=str(error)
-                ) from error
+            self._folder.use(lambda path: make_folders(path, []), self.directory)
+            if self._rank == 0:
+                self._folder.use(lambda _: self._lock.acquire(), self.directory)
+        self._folder.latest()  # of a URL, two requests
         # A rank that cannot start the thread must fail here. Later, the others would wait for it.
         self._thread.submit(int).result()
         return StepResult(None, None)
@@ -273,18 +249,18 @@ class Keeper:
             None if the last save is not complete.
         """
 
-        def check_arguments() -> StepResult[_ToSave, _Call]:
-            self._require_open()
-            head, run = Head(_require_step(step), _numbers(metrics)), RunObjects.of(objects)
-            best = self._folder.metric
+        def check_arguments() -> StepResult[RunObjects, _Call]:
+            number, measured, best = _require_step(step), _numbers(metrics), self._folder.metric
             # Without metrics, the checkpoint is no candidate: nothing was measured at this step.
-            if self._rank == 0 and head.metrics and best not in (None, *head.metrics):
+            if self._rank == 0 and measured and best not in (None, *measured):
                 raise ValueError(f"metrics= lacks {best!r}, which best= needs")
-            call = _Call("save", head.step, run.models, self._is_done)
-            return StepResult(_ToSave(head, run), call)
+            run = RunObjects.of(objects, {"step": number, "metrics": measured})
+            same = {_METHOD: "save", "step=": number, _MODELS: run.models}
+            (saving,) = self._in_flight
+            return StepResult(run, _Call(same, saving is None or saving.done()))
 
         # Before the snapshot: a `state_dict` that communicates would wait for a rank that raised.
-        (head, run), calls = self._ranks.run(check_arguments, _require_same_call)
+        run, calls = self._ranks.run(check_arguments, _require_same)
         if self._skips and not all(call.value for call in calls.values()):
             return None
         alone = self._count == 1
@@ -292,17 +268,15 @@ class Keeper:
         def take_snapshot() -> StepResult[Snapshot, str | None]:
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
-            snapshot = Snapshot.of(head, run, self._staging, self.directory, is_alone=alone)
+            snapshot = Snapshot.of(run, self._staging, self.directory, is_alone=alone)
             name = None
             if self._rank == 0:
-                name = self._folder.new_name(head.step, is_file=alone)
+                name = self._folder.new_name(run.head["step"], is_file=alone)
             deliver()  # the last moment at which an interrupt ends the save on all ranks
             return StepResult(snapshot, name)
 
         snapshot, names = self._ranks.run(take_snapshot)
-        name = _first_of(names)
-        assert name is not None
-        return partial(self._write, snapshot, inside(self.directory, name))
+        return partial(self._write, snapshot, inside(self.directory, names[min(names)] or ""))
 
     def _write(self, snapshot: Snapshot, path: str) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
@@ -354,14 +328,13 @@ class Keeper:
         """
 
         def poll_signals() -> StepResult[None, _Call]:
-            self._require_open()
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
-            return StepResult(None, _Call("should_stop", value=self._signals.received))
+            return StepResult(None, _Call({_METHOD: "should_stop"}, self._signals.received))
 
         self._require_usable()
-        calls = self._ranks.run(poll_signals, _require_same_call).by_rank
+        calls = self._ranks.run(poll_signals, _require_same).by_rank
         return any(call.value for call in calls.values())
 
     def wait(self) -> None:
@@ -373,14 +346,14 @@ class Keeper:
 
         def await_save() -> StepResult[None, _Call]:
             self._await_save()
-            return StepResult(None, _Call("wait"))
+            return StepResult(None, _Call({_METHOD: "wait"}))
 
         self._require_process()
         if self._lost_group:
             self._await_save()
             return
         # On all ranks: one that did not raise would wait alone in the next collective.
-        self._ranks.run(await_save, _require_same_call)
+        self._ranks.run(await_save, _require_same)
 
     def _await_save(self) -> None:
         """Wait for the last save of this rank, and warn of its problems.
@@ -409,7 +382,6 @@ class Keeper:
         Raises:
             CheckpointError: If the last save failed.
         """
-        self._require_process()
         try:
             self.wait()
         finally:
@@ -442,10 +414,6 @@ class Keeper:
         else:  # other ranks may not come here, so only this rank's write is finished
             self._free()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError("the keeper is closed")
-
     def _require_process(self) -> None:
         """Refuse to work in a fork: the thread that writes is in the parent.
 
@@ -465,13 +433,19 @@ class Keeper:
     def _lost_group(self) -> bool:
         return bool(self._ranks.groups) and not has_group()
 
-    def _require_usable(self) -> None:
-        """Refuse to work in a fork, and without the process group.
+    def _require_usable(self, *, saves: bool = True) -> None:
+        """Refuse to work in a fork, when it is closed, and without the process group.
+
+        Args:
+            saves: False: a process without a group may resume after it has closed the keeper.
 
         Raises:
-            CheckpointError: If the program has destroyed it.
+            CheckpointError: If this is a fork, or the program has destroyed the group.
+            ValueError: If the keeper is closed.
         """
         self._require_process()
+        if self._closed and (saves or has_group()):
+            raise ValueError("the keeper is closed")
         if self._lost_group:
             raise self._destroyed_error()
 
@@ -481,11 +455,6 @@ class Keeper:
             file=self.directory,
             hint="Call keeper.close() before torch.distributed.destroy_process_group().",
         )
-
-    @property
-    def _is_done(self) -> bool:
-        (saving,) = self._in_flight
-        return saving is None or saving.done()
 
     # ---- find
 
@@ -545,13 +514,11 @@ class Keeper:
                 f"resume does not take {rules[0]}=. Call torchlift.load(model, keeper.latest(), "
                 "root='model') and torchlift.distributed.load_optimizer, which take patterns"
             )
-        self._require_usable()
+        self._require_usable(saves=False)
         # An interrupt waits until all ranks are done. An error undoes the load on all of them.
         with uninterrupted(), Commit() as commit, _together(self._ranks) as deliver:
 
             def select_checkpoint() -> StepResult[RunObjects, _Call]:
-                if self._closed and has_group():
-                    raise ValueError("the keeper is closed")
                 run = RunObjects.of({**(state or {}), **objects})
                 self._await_save()
                 names = list[str]()
@@ -559,10 +526,11 @@ class Keeper:
                     kept = self._folder.kept()
                     names = [name_of(one.path) for one in kept if step in (None, one.step)]
                 found = names[-1] if names else None
-                return StepResult(run, _Call("resume", None, run.models, found))
+                same = {_METHOD: "resume", "step=": repr(step), "verify=": bool(verify)}
+                return StepResult(run, _Call({**same, _MODELS: run.models}, found))
 
-            run, calls = self._ranks.run(select_checkpoint, _require_same_call)
-            name = _first_of(calls).value
+            run, calls = self._ranks.run(select_checkpoint, _require_same)
+            name = calls[min(calls)].value
             if name is None:
                 if step is None:  # a new run
                     self._folder.is_ours = True
@@ -573,8 +541,20 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            read = partial(self._read, run=run, on_other_ranks=on_other_ranks or {})
-            loaded = self._load(name, read, commit, deliver, verify=verify)
+            with self._opened(name, verify=verify) as ckpt:
+
+                def read_states() -> StepResult[RunToLoad, int]:
+                    saved = SavedRun(ckpt, self._rank, self._count)
+                    found = RunToLoad.of(saved, run, on_other_ranks or {})
+                    return StepResult(found, found.find_unexpected())
+
+                loaded, unexpected = self._ranks.run(read_states)
+                unused = reduce(and_, unexpected.values())
+                self._ranks.run(partial(loaded.put_states, unused, commit))
+                last = self._ranks.run(partial(loaded.load_objects, commit, deliver)).value
+                commit.finish()
+                self._folder.is_ours = True
+                loaded.load_last(last)
         if loaded.changed:
             warnings.warn(
                 f"{clipped_list(loaded.changed)}: resume does not change plain data. The saved "
@@ -584,31 +564,21 @@ class Keeper:
             )
         return loaded.step
 
-    def _read(
-        self, ckpt: Checkpoint, run: RunObjects, on_other_ranks: OnOtherRanks
-    ) -> StepResult[RunToLoad, int]:
-        """Read the states of this rank. The message has the names that its models lack."""
-        found = RunToLoad.of(SavedRun(ckpt, self._rank, self._count), run, on_other_ranks)
-        return StepResult(found, found.find_unexpected())
-
-    def _load(
-        self,
-        name: str,
-        read: Callable[[Checkpoint], StepResult[RunToLoad, int]],
-        commit: Commit,
-        deliver: Callable[[], None],
-        *,
-        verify: bool,
-    ) -> RunToLoad:
-        """Load a checkpoint, all of it or nothing."""
+    @contextmanager
+    def _opened(self, name: str, *, verify: bool) -> Iterator[Checkpoint]:
+        """Open a checkpoint on all ranks, and compare its checksums. Each rank reads a part."""
         path = inside(self.directory, name)
-        group = self._ranks.groups[0] if self._ranks.groups else None
         with ExitStack() as stack:
+
+            def open_and_sum_up() -> StepResult[tuple[Checkpoint, list[Checksum]], _Call]:
+                ckpt = stack.enter_context(open_checkpoint(path))
+                known = find_checksums(ckpt) if verify else []
+                sums = sums_of(ckpt._index, known, part=(self._rank, self._count))
+                return StepResult((ckpt, known), _Call({"their checksums": len(known)}, sums))
+
             try:
-                ckpt = self._ranks.run(
-                    lambda: StepResult(stack.enter_context(open_checkpoint(path)), None)
-                ).value
-                require_intact([ckpt] if verify else [], self._ranks)
+                (ckpt, known), found = self._ranks.run(open_and_sum_up, _require_same)
+                require_equal(ckpt, known, ChainMap(*(each.value for each in found.values())))
             except (FormatError, IntegrityError) as error:
                 others = [one for one in self._folder.kept() if name_of(one.path) != name]
                 if steps := [one.step for one in others]:
@@ -616,50 +586,19 @@ class Keeper:
                         f"The file is damaged. Pass step= for another of the steps {steps}."
                     )
                 raise
-            found, unexpected = self._ranks.run(lambda: read(ckpt))
-            # Before the models, whose load undoes itself. The commit undoes these.
-            found.load_optimizers(commit, group)
-
-            def load_objects() -> StepResult[list[str], None]:
-                last = found.load_objects(commit)
-                deliver()  # the last moment at which an interrupt changes nothing
-                return StepResult(last, None)
-
-            last = self._ranks.run(load_objects).value
-            if found.run.modules:
-                found.load_models(reduce(and_, unexpected.values()), group)
-            commit.finish()
-            self._folder.is_ours = True
-            # Last, because these cannot be undone.
-            self._ranks.run(partial(found.load_last, last))
-        return found
+            yield ckpt
 
 
-def _require_same(what: str, values: Sequence[object]) -> None:
-    """Refuse values that differ between ranks.
+def _require_same(by_rank: Mapping[int, _Call]) -> None:
+    """Refuse calls that differ. One rank alone may have caught an error and gone on.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If ranks call different methods, or pass different arguments.
     """
-    if any(one != values[0] for one in values):
-        raise ValueError(f"the ranks {what}: {[*values]}")
-
-
-def _require_same_call(by_rank: Mapping[int, _Call]) -> None:
-    """Refuse different methods. One rank alone may have caught an error and gone on.
-
-    Raises:
-        ValueError: If the ranks call different methods, with other steps or for other models.
-    """
-    calls = by_rank.values()
-    _require_same("call different methods of the keeper", [call.method for call in calls])
-    _require_same("save different steps", [call.step for call in calls])
-    _require_same("pass different models and optimizers", [call.models for call in calls])
-
-
-def _first_of(by_rank: Mapping[int, T]) -> T:
-    """Return the message of the first rank."""
-    return by_rank[min(by_rank)]
+    calls = [call.same for call in by_rank.values()]
+    for name, expected in calls[0].items():
+        if any(call.get(name) != expected for call in calls):
+            raise ValueError(f"the ranks differ in {name}: {[call.get(name) for call in calls]}")
 
 
 def _await_all(groups: Sequence[Any], limit: timedelta | None) -> None:

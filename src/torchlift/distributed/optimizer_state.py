@@ -310,42 +310,6 @@ def path_text(path: tuple[Any, ...]) -> str:
     return ".".join(map(_flat_key, path))
 
 
-def require_same_groups(holder: Holder, saved: Mapping[str, Any], name: str) -> None:
-    """Refuse parameter groups that differ from the saved ones, for an optimizer of a scheduler.
-
-    A scheduler keeps a learning rate for each group, by its place.
-
-    Args:
-        holder: The optimizer.
-        saved: Its saved groups.
-        name: The name of the optimizer, for the error.
-
-    Raises:
-        StateDictMismatch: If their number differs, or a parameter is in another group.
-    """
-    hint = "Give the optimizer the parameter groups it was saved with, in the same order."
-    if len(holder.groups) != len(saved[_GROUPS]):
-        raise StateDictMismatch(
-            "the optimizer of a scheduler was saved with another number of parameter groups",
-            entry=f"{name}.{_GROUPS}",
-            expected=len(holder.groups),
-            found=len(saved[_GROUPS]),
-            hint=hint,
-        )
-    places = {param: at for at, group in enumerate(saved[_GROUPS]) for param in group[_PARAMS]}
-    for at, group in enumerate(holder.groups):
-        for held in group:
-            param = held.name_in(places)
-            if param is not None and places[param] != at:
-                raise StateDictMismatch(
-                    "the optimizer of a scheduler was saved with this parameter in another group",
-                    entry=f"{name}.{_GROUPS}: {param}",
-                    expected=f"group {at}",
-                    found=f"group {places[param]}",
-                    hint=hint,
-                )
-
-
 @torch.no_grad()
 def initial_state(held: Held) -> dict[Any, Any] | None:
     """Return the state of a parameter before its first step, without a step.

@@ -14,14 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import Spans, is_dtensor, local_tensor, spans_of
+from torchlift._model.dtensor import is_dtensor, local_tensor, spans_of
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Workspace
 from torchlift._save.pickling import holds_numbers
-from torchlift._save.replicas import Checksum, checksum_of, difference_error, find_differences
+from torchlift._save.replicas import (
+    Checksum,
+    HeldPart,
+    checksum_of,
+    difference_error,
+    find_differences,
+)
 from torchlift._save.saving import (
     SaveOptions,
     SaveReport,
@@ -45,8 +51,9 @@ from torchlift.formats.runs import MAGIC, RankItem, item_key
 
 #: The name of the states of the random number generators.
 GENERATORS = "rng"
-#: Names that a checkpoint uses itself. Names with a dot need not be here: no object has one.
-RESERVED = ("step", "metrics", GENERATORS, "ranks")
+#: The first entries of a checkpoint, and all names that it uses itself.
+HEAD = ("step", "metrics")
+RESERVED = (*HEAD, GENERATORS, "ranks")
 #: The key of a dict that stands for an array of numpy. Its value is the array's dtype and shape.
 ARRAY = "numpy.ndarray"
 
@@ -64,6 +71,7 @@ class RunObjects:
         owners: Name of an optimizer -> the models that have its parameters.
         stateful: Other objects with ``state_dict`` and ``load_state_dict``.
         plain: Plain data and tensors.
+        head: The step and the metrics, for a save.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -71,16 +79,17 @@ class RunObjects:
     owners: dict[str, list[str]] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, object] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, objects: Mapping[Any, object]) -> RunObjects:
+    def of(cls, objects: Mapping[Any, object], head: dict[str, Any] | None = None) -> RunObjects:
         """Sort objects by what they are.
 
         Raises:
             PlacementError: If `Keeper.resume` could not put an object back.
             ValueError: If a name is reserved, or an optimizer has no model.
         """
-        run = cls()
+        run = cls(head=head or {})
         for name, obj in objects.items():
             if not isinstance(name, str) or not name or "." in name or name in RESERVED:
                 known = ", ".join(RESERVED)
@@ -194,30 +203,11 @@ def _gives_state(obj: object) -> bool:
 # ---- the state of a run, and how it is written
 
 
-class Head(NamedTuple):
-    """The first entries of a checkpoint."""
-
-    step: int
-    metrics: dict[str, float]
-
-
-class _Facts(NamedTuple):
-    """The facts about the tensors of one rank that ranks compare.
-
-    Attributes:
-        values: Name of a tensor that this rank has completely -> checksum. Without buffers.
-        parts: Name and ranges of a shard on a mesh of some of the ranks -> checksum.
-    """
-
-    values: dict[str, Checksum]
-    parts: dict[tuple[str, Spans], Checksum]
-
-
 class _Summary(NamedTuple):
     """The message of a rank that is about to write.
 
     Attributes:
-        tensors: Digest of its `_Facts`. The facts are sent if it differs between ranks.
+        tensors: Digest of the checksums of its tensors, which are sent if it differs.
         objects: Name of an object -> digest of everything in its state but tensors.
     """
 
@@ -240,9 +230,7 @@ class Snapshot:
     buffers: set[str]
 
     @classmethod
-    def of(
-        cls, head: Head, run: RunObjects, staging: Staging, path: str, *, is_alone: bool
-    ) -> Snapshot:
+    def of(cls, run: RunObjects, staging: Staging, path: str, *, is_alone: bool) -> Snapshot:
         """Copy all states to the host. The ranks do not communicate.
 
         Raises:
@@ -251,7 +239,7 @@ class Snapshot:
         states, generators = run.read(), Generators().state_dict()
         own = {"ranks": {"0": {GENERATORS: generators}}} if is_alone else {}
         arrays = partial(_store_array, run.models)
-        state = require_savable({**head._asdict(), **states, **own}, path, arrays)
+        state = require_savable({**run.head, **states, **own}, path, arrays)
         for key, tensor in state.tensors.items():
             if is_alone and local_tensor(tensor).shape == tensor.shape:
                 continue
@@ -293,38 +281,33 @@ class Snapshot:
         state = self.state
         saved = fill_in(state.template, state.objects)
 
-        def summarise() -> StepResult[_Facts, _Summary]:
-            facts = self._find_facts()
+        def summarise() -> StepResult[dict[HeldPart, Checksum], _Summary]:
+            sums = self._sum_up()
             objects = {name: _digest(pickled(each)) for name, each in saved.items()}
-            known = _digest(repr([*facts.values.items(), *facts.parts.items()]).encode())
-            return StepResult(facts, _Summary(known, objects))
+            return StepResult(sums, _Summary(_digest(repr(sums).encode()), objects))
 
-        facts, by_rank = ranks.run(summarise)
+        sums, by_rank = ranks.run(summarise)
         unlike = set[str]()
         if len({each.tensors for each in by_rank.values()}) > 1:
-            every = ranks.run(lambda: StepResult(None, facts)).by_rank
-            parts = find_differences({rank: each.parts for rank, each in every.items()})
+            found = find_differences(ranks.run(lambda: StepResult(None, sums)).by_rank)
+            parts = {part.key: each for part, each in found.items() if part.spans is not None}
             if parts:  # experts of a group of ranks: a DCP folder has one tensor of each name
                 hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
-                raise difference_error({name: each for (name, _), each in parts.items()}, hint)
-            unlike = {*find_differences({rank: each.values for rank, each in every.items()})}
+                raise difference_error(parts, hint)
+            unlike = {part.key for part in found}
         # An object whose tensors differ counts as one that differs.
         apart = {state.paths[name][0] for name in unlike if name in state.paths}
         first, *others = (each.objects for each in by_rank.values())
-        own = {
-            name: [
-                at
-                for at, each in enumerate(others, 1)
-                if name in apart or each.get(name) != first.get(name)
-            ]
-            for name in dict.fromkeys(name for each in (first, *others) for name in each)
-        }
+        own = dict[str, list[int]]()
+        for at, each in enumerate(others, 1):
+            for name in dict.fromkeys((*first, *each)):
+                if name in apart or each.get(name) != first.get(name):
+                    own.setdefault(name, []).append(at)
         renamed = {name: f"{item_key(number)}.{name}" for name in unlike}
-        written = {name: each for name, each in saved.items() if not number or number in own[name]}
-        differing = {name: who for name, who in own.items() if who}
-        item = RankItem(count, {} if number else differing, self.generators, written)
-        fields = {name: getattr(item, name) for name in RankItem.__slots__}
-        data = torch.frombuffer(bytearray(MAGIC + pickled(fields, renamed)), dtype=torch.uint8)
+        written = {n: each for n, each in saved.items() if not number or number in own.get(n, ())}
+        item = RankItem(count, {} if number else own, self.generators, written)
+        content = MAGIC + pickled(item._asdict(), renamed)
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         nested: dict[str, Any] = {}
         for name, tensor in state.tensors.items():
             if name in unlike:
@@ -337,17 +320,15 @@ class Snapshot:
             inside[last] = tensor
         return {**nested, item_key(number): data}
 
-    def _find_facts(self) -> _Facts:
-        """Return the digests of tensors that ranks may have under one name."""
-        work, facts = Workspace(), _Facts({}, {})
+    def _sum_up(self) -> dict[HeldPart, Checksum]:
+        """Return the checksums of tensors that ranks may have under one name, but for buffers."""
+        work, found = Workspace(), dict[HeldPart, Checksum]()
         for name, tensor in self.state.tensors.items():
-            local = local_tensor(tensor).detach()
-            if not is_part(tensor):
-                if name not in self.buffers:
-                    facts.values[name] = checksum_of(local, work)
-            elif is_on_some_ranks(tensor):
-                facts.parts[name, spans_of(tensor, name)] = checksum_of(local, work)
-        return facts
+            local, is_whole = local_tensor(tensor).detach(), not is_part(tensor)
+            if name not in self.buffers if is_whole else is_on_some_ranks(tensor):
+                part = HeldPart(name, None if is_whole else spans_of(tensor, name))
+                found[part] = checksum_of(local, work)
+        return found
 
 
 class _Pickler(pickle.Pickler):

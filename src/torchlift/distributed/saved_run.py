@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,35 +18,34 @@ from torchlift._checkpoint.kinds import Values, array_of
 from torchlift._model.commit import Commit
 from torchlift._model.names import Names
 from torchlift._model.ranks import StepResult
-from torchlift._model.slots import ModuleTree
+from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import versioned
 from torchlift._save.blocks import memory_of
 from torchlift._save.pickling import holds_numbers
 from torchlift._sources.tensors import FileTensor
 from torchlift._system.containers import leaves
+from torchlift._system.memory import collection_paused
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import (
     PLACE,
     Holder,
     name_parameters,
-    require_same_groups,
 )
 from torchlift.distributed.options import (
     LoadCall,
     Part,
     StateDictMismatch,
     StateDictOptions,
-    mismatch_error,
 )
 from torchlift.distributed.run_state import (
     ARRAY,
     GENERATORS,
-    Head,
+    HEAD,
     RunObjects,
     params_of,
     read_model_state,
 )
-from torchlift.distributed.state_dict import load_states, slices_of
+from torchlift.distributed.state_dict import Job, prepare, slices_of
 from torchlift.errors import CheckpointError, FormatError, PlacementError
 from torchlift.formats.index import Array
 from torchlift.formats.runs import RankItem, item_key, read_item
@@ -104,16 +103,13 @@ class SavedRun:
     ckpt: Checkpoint
     rank: int
     count: int
-
-    @cached_property
-    def _items(self) -> dict[int, RankItem]:
-        return {}
+    _items: dict[int, RankItem] = field(default_factory=dict)
 
     def item(self, rank: int) -> RankItem:
         """Return what a rank saved, with records in place of values.
 
         Raises:
-            FormatError: If the checkpoint lacks it, or an older version of torchlift saved it.
+            FormatError: If the checkpoint lacks it.
         """
         index, key, path = self.ckpt._index, item_key(rank), self.ckpt.path
         if rank in self._items:
@@ -126,10 +122,8 @@ class SavedRun:
             view = self.ckpt._view(index.hidden[key])
             found = read_item(bytes(memory_of(view.contiguous())))
         else:
-            is_old = any(name.startswith("ranks.0.") for name in index.entries)
-            why = "an older version of torchlift saved this folder" if is_old else ""
             raise FormatError(
-                why or "the folder does not have the item of a rank, as those of a Keeper have",
+                "the folder does not have the item of a rank, as those of a Keeper have",
                 file=path,
                 entry=key,
                 hint=f"Load a model with torchlift.load(model, {path!r}, root='model'), and its "
@@ -168,7 +162,7 @@ class SavedRun:
         return found
 
     def _lacking(self, name: str) -> FormatError:
-        known = [each for each in self.item(0).saved if each not in Head._fields]
+        known = [each for each in self.item(0).saved if each not in HEAD]
         return FormatError(
             "the checkpoint does not have a state for an object",
             entry=name,
@@ -220,18 +214,16 @@ class SavedRun:
         parts, own = self.parts(name), self.own_part(name)
         if not all(isinstance(each, dict) for each in parts.values()):
             raise FormatError("the saved state is of another kind of object", entry=name)
-        if len(parts) == 1:
-            return _Joined(self.values(*parts.values()), [])
         joined = _join(own[0] if own else {}, parts.values())
         made = OrderedRecord()
-        made.update(joined.items)
+        made.update(joined.state)
         metadata = [
             each._metadata for each in (*own, *parts.values()) if hasattr(each, "_metadata")
         ]
         made._metadata = {k: v for each in reversed(metadata) for k, v in (each or {}).items()}
         return _Joined(self.values(made), [f"{name}.{key}" for key in joined.unlike if key in live])
 
-    def read_optimizer(self, name: str, live: Holder) -> _JoinedOptimizer:
+    def read_optimizer(self, name: str, live: Holder) -> _Joined:
         """Return the state of an optimizer, with the groups of all ranks, such as of stages."""
         own, parts = self.own_part(name), [*self.parts(name).values()]
         for part in parts:
@@ -246,40 +238,28 @@ class SavedRun:
         # gradients.
         stateless = {param for each in own for g in each["param_groups"] for param in g["params"]}
         stateless -= {param for each in own for param in each["state"]}
-        state = {key: each for key, each in joined.items.items() if key not in stateless}
+        state = {key: each for key, each in joined.state.items() if key not in stateless}
         elsewhere = {param for params in groups for param in params if not PLACE.match(str(param))}
         elsewhere -= {fqn for held in live.params for fqn in held.fqns}
-        return _JoinedOptimizer(
+        return _Joined(
             self.values({"state": state, "param_groups": [*groups.values()]}),
-            self.values({"param_groups": (own or parts)[0]["param_groups"]}),
             [f"{name}.{key}" for key in unlike if key not in elsewhere],
+            (own or parts)[0]["param_groups"],
         )
 
 
 class _Joined(NamedTuple):
-    """The states that ranks saved of the parts of one model.
+    """The states that ranks saved of one model or optimizer.
 
     Attributes:
-        items: Name -> state.
+        state: Name -> state. Of an optimizer, its state, with the groups of all ranks.
         unlike: Names whose states differ between ranks, and that this rank did not save.
+        groups: Of an optimizer, the groups that this rank saved, or the first one.
     """
 
-    items: dict[Any, Any]
+    state: dict[Any, Any]
     unlike: list[Any]
-
-
-class _JoinedOptimizer(NamedTuple):
-    """The states that ranks saved of one optimizer.
-
-    Attributes:
-        state: The state, with the groups of all ranks.
-        own: The groups that this rank saved, or the first one.
-        unlike: Names of states that differ between ranks, and that this rank did not save.
-    """
-
-    state: dict[str, Any]
-    own: dict[str, Any]
-    unlike: list[str]
+    groups: Sequence[dict[str, Any]] = ()
 
 
 def _join(own: Mapping[Any, Any], parts: Iterable[Mapping[Any, Any]]) -> _Joined:
@@ -330,7 +310,8 @@ class RunToLoad:
     Attributes:
         path: The path of the checkpoint.
         run: The objects.
-        live: Full name in the models of this rank -> shape, or None for what is not a tensor.
+        names: All full names in the saved models, in the same order on all ranks.
+        live: Full names in the models of this rank.
         step: The step that was saved.
         models: Name of a model -> its state.
         optimizers: Name of an optimizer -> its state, with the groups of all ranks.
@@ -341,7 +322,8 @@ class RunToLoad:
 
     path: str
     run: RunObjects
-    live: dict[str, tuple[int, ...] | None]
+    names: list[str]
+    live: set[str]
     step: int
     models: dict[str, Any]
     optimizers: dict[str, Any]
@@ -365,52 +347,68 @@ class RunToLoad:
         if type(step) is not int or step < 0:
             raise FormatError("the step is not valid", file=path, entry="step", found=repr(step))
         models, optimizers, objects = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        groups = dict[str, tuple[Holder, dict[str, Any]]]()
-        live = dict[str, tuple[int, ...] | None]()
+        groups = dict[str, tuple[Holder, Sequence[dict[str, Any]]]]()
+        every, live = set[str](), set[str]()
         for name, module in run.modules.items():
             with _damage_named(path, name):
                 state = read_model_state(module)
-                models[name], names = saved.read_model(name, state)
-                unlike += names
-                for key, value in state.items():
-                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-                    live[f"{name}.{key}"] = shape
+                models[name], others, _ = saved.read_model(name, state)
+                unlike += others
+                parts = saved.parts(name).values()
+                every |= {f"{name}.{key}" for each in parts for key in each}
+                live |= {f"{name}.{key}" for key in state}
         for name, optimizer in run.optimizers.items():
             with _damage_named(path, name):
                 names_of = Names(ModuleTree(run.model_of(name)))
                 (holder,) = name_parameters(names_of, [optimizer])
-                read = saved.read_optimizer(name, holder)
-                optimizers[name], groups[name] = read.state, (holder, read.own)
-                unlike += read.unlike
-        if unlike:
-            raise _unlike_error(saved, run, unlike)
+                optimizers[name], others, own = saved.read_optimizer(name, holder)
+                groups[name] = holder, own
+                unlike += others
         for name, obj in run.stateful.items():
             with _damage_named(path, name):
                 objects[name] = saved.read_object(name, obj, on_other_ranks)
-                _require_same_groups(run, name, obj, objects[name], groups)
+                _require_same_groups(name, obj, objects[name], groups)
         changed, first = list[str](), saved.item(0).saved
         for name, value in run.plain.items():
             with _damage_named(path, name):
                 for each in saved.own_part(name) or [first[n] for n in [name] if n in first]:
                     known = load_values(saved.values(each))
                     changed += [name] * (not diff({name: value}, {name: known}).equal)
-        made = cls(path, run, live, step, models, optimizers, objects, generators, changed)
+        made = cls(
+            path, run, sorted(every), live, step, models, optimizers, objects, generators, changed
+        )
+        made._require_known(saved, unlike)
         made._require_holders()
         return made
 
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """Return the states of all models by full name, with the versions of modules."""
-        states, versions = dict[str, Any](), dict[str, Any]()
-        for name, state in sorted(self.models.items()):
-            states |= {f"{name}.{key}": state[key] for key in sorted(state)}
-            for inside, version in getattr(state, "_metadata", {}).items():
-                versions[f"{name}.{inside}".removesuffix(".")] = version
-        return versioned(states, versions or None)
-
     def find_unexpected(self) -> int:
-        """Return a bit for each of `tensors`, in order, that no model of this rank has."""
-        return sum(1 << at for at, name in enumerate(self.tensors) if name not in self.live)
+        """Return a bit for each of `names`, in order, that no model of this rank has."""
+        return sum(1 << at for at, name in enumerate(self.names) if name not in self.live)
+
+    def _require_known(self, saved: SavedRun, unlike: list[str]) -> None:
+        """Refuse names of models and optimizers that other ranks saved with different values.
+
+        Raises:
+            PlacementError: If there are some.
+        """
+        if not unlike:
+            return
+        objects = dict.fromkeys(name.partition(".")[0] for name in unlike)
+        lines = [
+            self._line(each, [], [n.partition(".")[2] for n in unlike if n.startswith(f"{each}.")])
+            for each in objects
+            if each in self.models
+        ]
+        rest = f", and then {', '.join(lines)}" if lines else ""
+        raise PlacementError(
+            "each rank saved its own values under one name, and "
+            + ("this rank saved none" if saved.is_same else "the number of ranks differs"),
+            file=self.path,
+            entry=unlike[0],
+            expected="the models of this rank" if saved.is_same else f"{saved.ranks} ranks",
+            found="those of another rank" if saved.is_same else saved.count,
+            hint=f"Resume without {' and '.join(objects)}{rest}.",
+        )
 
     def _require_holders(self) -> None:
         """Refuse optimizer state of a parameter of this rank that no optimizer would hold.
@@ -439,33 +437,73 @@ class RunToLoad:
                     unexpected_keys=lost,
                 )
 
-    def load_optimizers(self, commit: Commit, group: Any) -> None:
-        """Load the optimizers. The commit undoes it. All ranks call it.
+    def put_states(self, unused: int, commit: Commit) -> StepResult[None, None]:
+        """Load all models and optimizers. The ranks do not communicate.
+
+        The commit undoes it. Live tensors get their values when it finishes.
+
+        Args:
+            unused: A bit for each of `names` that no rank has.
+            commit: The commit of the resume.
 
         Raises:
-            StateDictMismatch: If a model or an optimizer does not match.
+            CheckpointError: If a name, a shape or a value does not fit.
         """
+        tensors, versions = dict[str, Any](), dict[str, Any]()
+        for name, state in self.models.items():
+            tensors |= {f"{name}.{key}": each for key, each in state.items()}
+            for inside, version in getattr(state, "_metadata", {}).items():
+                versions[f"{name}.{inside}".removesuffix(".")] = version
+        # The stages of a pipeline share one checkpoint. Names of other stages are not unexpected.
+        own = self.live | {name for at, name in enumerate(self.names) if unused >> at & 1}
+        calls = dict[str, LoadCall]()
+        whole = StateDictOptions(full_state_dict=True)
+        if self.run.modules:
+            found = {key: each for key, each in tensors.items() if key in own}
+            state, model = versioned(found, versions or None), self.run.holder(self.run.modules)
+            calls[""] = LoadCall(Part.MODEL, model, (), state, None, whole)
         for name, optimizer in self.run.optimizers.items():
-            owners = self.run.owners[name]
-            weights = self.models[owners[0]] if len(owners) == 1 else self.tensors
-            call = LoadCall(
-                Part.OPTIMIZERS,
-                self.run.model_of(name),
-                [optimizer],
-                weights,
-                self.optimizers[name],
-                StateDictOptions(full_state_dict=True),
-                process_group=group,
-            )
-            try:
-                with _damage_named(self.path, name):
-                    load_states(call, commit)
-            except StateDictMismatch as error:
-                self._name_way_out(error, "" if self._is_of_model(error) else name)
-                raise
+            owners, saved = self.run.owners[name], self.optimizers[name]
+            weights = self.models[owners[0]] if len(owners) == 1 else tensors
+            model = self.run.model_of(name)
+            calls[name] = LoadCall(Part.OPTIMIZERS, model, [optimizer], weights, saved, whole)
+        jobs = dict[str, Job]()
+        with collection_paused(), torch.no_grad():
+            for name, call in calls.items():
+                with self._naming(name):
+                    jobs[name] = prepare(call, read_tree(call.model))
+            for name, job in jobs.items():
+                with self._naming(name):
+                    job.plan(commit)
+            # Models come last: their new tensors may be those that an optimizer holds on meta.
+            for name, job in reversed(jobs.items()):
+                with self._naming(name):
+                    job.put_new(commit)
+                    if job.runs_own_code:  # it may refuse the state
+                        job.copy_last(commit, backup=True)
+                    else:
+                        commit.when_finished(partial(job.copy_last, commit, backup=False))
+        return StepResult(None, None)
 
-    def load_objects(self, commit: Commit) -> list[str]:
+    @contextmanager
+    def _naming(self, optimizer: str) -> Iterator[None]:
+        """Name the way out in an error of an optimizer, or of the models."""
+        try:
+            with _damage_named(self.path, optimizer) if optimizer else nullcontext():
+                yield
+        except StateDictMismatch as error:
+            error.file = error.file or self.path
+            self._name_way_out(error, optimizer)
+            raise
+
+    def load_objects(
+        self, commit: Commit, deliver: Callable[[], None]
+    ) -> StepResult[list[str], None]:
         """Load the generators, and all other objects whose current state can be restored.
+
+        Args:
+            commit: The commit of the resume.
+            deliver: Delivers an interrupt.
 
         Returns:
             The names of the objects whose current state cannot be read.
@@ -487,41 +525,10 @@ class RunToLoad:
             self._load_object(name)
         with _damage_named(self.path, GENERATORS):
             self._load_generators()
-        return last
+        deliver()  # the last moment at which an interrupt changes nothing
+        return StepResult(last, None)
 
-    def load_models(self, unused: int, group: Any) -> None:
-        """Load all models, or nothing. All ranks call it, and nothing undoes it later.
-
-        Args:
-            unused: A bit for each of `tensors` that no rank has.
-            group: The process group of the ranks, or None.
-
-        Raises:
-            CheckpointError: If a name, a shape or a value does not fit.
-        """
-        tensors, unexpected = self.tensors, self.find_unexpected()
-        # The stages of a pipeline share one checkpoint: other ranks have other names.
-        elsewhere = unexpected & ~unused
-        for at, name in enumerate([*tensors]):
-            if elsewhere >> at & 1:
-                del tensors[name]
-        call = LoadCall(
-            Part.MODEL,
-            self.run.holder(self.run.modules),
-            (),
-            tensors,
-            None,
-            StateDictOptions(full_state_dict=True),
-            process_group=group,
-        )
-        try:
-            load_states(call)
-        except StateDictMismatch as error:
-            error.file = error.file or self.path
-            self._name_way_out(error)
-            raise
-
-    def load_last(self, names: Iterable[str]) -> StepResult[None, None]:
+    def load_last(self, names: Iterable[str]) -> None:
         """Load the objects whose current state could not be read, and the generators again.
 
         Raises:
@@ -542,7 +549,6 @@ class RunToLoad:
                     ) from error
         finally:  # code of an object, a model or an optimizer may draw numbers when it loads
             self._load_generators()
-        return StepResult(None, None)
 
     def _load_generators(self) -> None:
         if self.generators is not None:
@@ -553,22 +559,6 @@ class RunToLoad:
         self.run.stateful[name].load_state_dict(copy_state(self.objects[name]))
 
     # ---- errors
-
-    def _is_of_model(self, error: StateDictMismatch) -> bool:
-        """Make an error of an optimizer one of its model, if the model is the cause."""
-        tensors = self.tensors
-        sizes = {
-            name: (shape, tuple(tensors[name].shape))
-            for name, shape in self.live.items()
-            if shape is not None and hasattr(tensors.get(name), "shape")
-        }
-        missing = [name for name in self.live if name not in tensors]
-        unlike = {name: both for name, both in sizes.items() if both[0] != both[1]}
-        if missing or unlike:
-            found = mismatch_error(missing, [n for n in tensors if n not in self.live], unlike)
-            vars(error).update(vars(found), file=self.path)
-            error.args = found.args
-        return bool(missing or unlike)
 
     def _name_way_out(self, error: StateDictMismatch, optimizer: str = "") -> None:
         """Name the lines that load a part of the checkpoint instead."""
@@ -617,49 +607,27 @@ def _patterns(names: list[str]) -> list[str]:
     return [*dict.fromkeys(f"{name.rpartition('.')[0]}.*".lstrip(".") for name in names)]
 
 
-def _unlike_error(saved: SavedRun, run: RunObjects, names: list[str]) -> PlacementError:
-    """Return the error for values of other ranks that this rank needs."""
-    lines = list[str]()
-    for model in run.modules:
-        own = [name.removeprefix(f"{model}.") for name in names if name.startswith(f"{model}.")]
-        if own:
-            lines.append(
-                f"torchlift.load({model}, {saved.ckpt.path!r}, root={model!r}, "
-                f"allow_missing={_patterns(own)})"
-            )
-    objects = dict.fromkeys(name.partition(".")[0] for name in names)
-    rest = f", and then {', '.join(lines)}" if lines else ""
-    return PlacementError(
-        "each rank saved its own values under one name, and "
-        + ("this rank saved none" if saved.is_same else "the number of ranks differs"),
-        file=saved.ckpt.path,
-        entry=names[0],
-        expected="the models of this rank" if saved.is_same else f"{saved.ranks} ranks",
-        found="those of another rank" if saved.is_same else saved.count,
-        hint=f"Resume without {' and '.join(objects)}{rest}.",
-    )
-
-
 def _require_same_groups(
-    run: RunObjects,
-    name: str,
-    obj: object,
-    state: Any,
-    saved: Mapping[str, tuple[Holder, dict[str, Any]]],
+    name: str, obj: object, state: Any, saved: Mapping[str, tuple[Holder, Sequence[dict[str, Any]]]]
 ) -> None:
     """Refuse other parameter groups than those that a schedule was saved with.
 
+    A schedule keeps a learning rate for each group, by its place.
+
+    Args:
+        name: The name of the object, which may be a schedule.
+        obj: The object.
+        state: Its saved state.
+        saved: Name of an optimizer -> the optimizer, and its saved groups.
+
     Raises:
-        StateDictMismatch: If they differ. The schedule would fail at its next step.
+        StateDictMismatch: If their number differs, or a parameter is in another group.
     """
     optimizer: Any = getattr(obj, "optimizer", None)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    for each, (holder, groups) in saved.items():
-        if run.optimizers[each] is optimizer:
-            require_same_groups(holder, groups, each)
-            return
     count = len(optimizer.param_groups)
+    hint = "Make the optimizer with the groups it was saved with, in the same order."
     for key in ("base_lrs", "_last_lr", "min_lrs"):
         rates = state.get(key) if isinstance(state, dict) else None
         if isinstance(rates, list) and len(rates) != count:
@@ -669,8 +637,21 @@ def _require_same_groups(
                 entry=f"{name}.{key}",
                 expected=f"{count} groups",
                 found=len(rates),
-                hint="Make the optimizer with the groups it was saved with, and pass it, too.",
+                hint=hint,
             )
+    for each, (holder, groups) in saved.items():
+        places = {param: at for at, group in enumerate(groups) for param in group["params"]}
+        for at, group in enumerate(holder.groups if holder.optimizer is optimizer else ()):
+            for param in filter(None, (held.name_in(places) for held in group)):
+                if places[param] != at:
+                    raise StateDictMismatch(
+                        "the optimizer of a schedule was saved with this parameter in another "
+                        "group",
+                        entry=f"{each}.param_groups: {param}",
+                        expected=f"group {at}",
+                        found=f"group {places[param]}",
+                        hint=hint,
+                    )
 
 
 # ---- values

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -769,8 +769,8 @@ class _State:
 
 
 @dataclass
-class _Job:
-    """A load on this rank, with valid arguments.
+class Job:
+    """A load on this rank, with valid arguments: plan it, put what is new, then copy in place.
 
     Attributes:
         call: The arguments.
@@ -779,7 +779,9 @@ class _Job:
         names: The canonical names of the model and of the optimizers' parameters.
         holders: The optimizers.
         state: The values to load.
+        planned: The plan of the model, if there are values for it.
         slots: The slots of the optimizers, if there is state for them.
+        last: The copies that come last.
     """
 
     call: LoadCall
@@ -788,7 +790,9 @@ class _Job:
     names: Names
     holders: list[Holder]
     state: _State
+    planned: Decided | None = None
     slots: OptimizerSlots | None = None
+    last: list[InPlace] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -807,23 +811,66 @@ class _Job:
                 self.holders, saved, self.options, self.device, weights or {}, undecided
             )
 
-    def source(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
-        """Return values as the source of a load."""
+    @cached_property
+    def _source(self) -> StateSource:
+        values = {self.names.key(name): each for name, each in (self.state.model or {}).items()}
+        return self._source_of(values, self.state.versions)
+
+    def _source_of(self, values: Mapping[str, Any], versions: Any = None) -> StateSource:
         chosen = self.options
         is_new = chosen.broadcast_from_rank0
         return StateSource(values, versions, whole=chosen.full_state_dict, is_new=is_new)
 
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether an optimizer's own code may still end the load after live tensors change."""
+        return self.slots is not None and any(
+            runs_own_code(each.optimizer) for each in self.holders
+        )
 
-def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
+    def plan(self, commit: Commit) -> None:
+        """Plan the load of the model, then match the optimizers' state. Nothing changes."""
+        if self.state.model is not None:
+            options, check = _engine_options(self), partial(_check, self)
+            self.planned = make_plan(self.tree, self._source, options, commit, check=check)
+        self.make_slots()  # later, because another model is the cause of another state
+
+    def put_new(self, commit: Commit) -> None:
+        """Fetch all values, and put new tensors in their places. The commit undoes it."""
+        fetched, moments, slots = None, None, self.slots
+        with Interruptible():
+            if self.planned is not None:
+                fetched = fetch_all(self.planned, self._source, None, _ignore)
+            if slots is not None:
+                saved, buffers = self._source_of(slots.values), ModuleTree(slots.module)
+                part = make_plan(buffers, saved, slots.options, commit, check=require_matched)
+                moments = fetch_all(part, saved, None, _ignore)
+        if slots is not None and moments is not None:
+            self.last.append(put_new(moments, commit))
+            set_states(slots, commit, own_code=False)
+        if fetched is not None:
+            commit.when_undone(partial(refresh_shards, self.tree.modules))
+            self.last.append(put_new(fetched, commit))
+
+    def copy_last(self, commit: Commit, *, backup: bool) -> None:
+        """Copy values into live tensors, and let optimizers run their own code.
+
+        Args:
+            commit: Undoes it with a backup.
+            backup: Whether something may fail after this.
+        """
+        for each in self.last:
+            copy_in_place(each, commit, backup=backup, advance=_ignore)
+        refresh_shards(self.tree.modules)
+        if self.slots is not None:
+            set_states(self.slots, commit, own_code=True)
+
+
+def load_states(call: LoadCall) -> LoadedKeys:
     """Load a model and optimizers on every rank, or nothing.
 
     Each check of an argument is inside a step of the group. A rank that raised before such a step
     would leave the others waiting.
-
-    Args:
-        call: The arguments.
-        commit: Undoes the load if a later step of the caller fails. Live tensors get their values
-            when it finishes, unless the optimizer has loading code of its own.
 
     Raises:
         StateDictMismatch: If something does not match, on this rank or on another.
@@ -844,25 +891,25 @@ def load_states(call: LoadCall, commit: Commit | None = None) -> LoadedKeys:
     try:
         with collection_paused(), torch.no_grad():
             if not any(by_rank.values()):
-                return _load(_prepare_alike(call, tree, group), group, commit)
+                return _load(_prepare_alike(call, tree, group), group)
             if call.collective is False:
                 raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
             group = RankGroup.of_all(StateDictMismatch, call.process_group)
-            return _load(_receive_job(call, tree, group, all(by_rank.values())), group, commit)
+            return _load(_receive_job(call, tree, group, all(by_rank.values())), group)
     except StateDictMismatch:
         raise
     except CheckpointError as error:
         raise portable(error, StateDictMismatch) from error
 
 
-def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
+def prepare(call: LoadCall, tree: ModuleTree) -> Job:
     """Validate the arguments of this rank, and bring the state dicts into one form."""
     chosen = validate_options(call.options)
     optimizers = require_optimizers(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
     holders = name_parameters(names, optimizers)
     state = _State(_device_type(tree))
-    job = _Job(call, chosen, tree, names, holders, state)
+    job = Job(call, chosen, tree, names, holders, state)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
     model_state = call.model_dict()
@@ -881,12 +928,12 @@ def _prepare(call: LoadCall, tree: ModuleTree) -> _Job:
     return job
 
 
-def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> _Job:
+def _prepare_alike(call: LoadCall, tree: ModuleTree, group: RankGroup) -> Job:
     """Validate the arguments of all ranks, and lay out values like the tensors they are for."""
     tensors = [each.tensor for each in tree.groups]
 
-    def describe() -> StepResult[tuple[_Job, Relayout], dict[str, str]]:
-        job = _prepare(call, tree)
+    def describe() -> StepResult[tuple[Job, Relayout], dict[str, str]]:
+        job = prepare(call, tree)
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
         others = _find_other_layouts(job.state.model or {}, job.names.tensors)
@@ -911,94 +958,45 @@ def _find_other_layouts(values: Mapping[str, Any], targets: Mapping[str, Any]) -
     }
 
 
-class _PlanMessage(NamedTuple):
-    """The message of a rank that has planned.
-
-    Attributes:
-        refuses: Whether an optimizer's own code may still end the load.
-        layouts: Digests of the optimizer state that has another layout on this rank's meshes.
-    """
-
-    refuses: bool
-    layouts: dict[str, str]
-
-
-def _load(job: _Job, group: RankGroup, outer: Commit | None) -> LoadedKeys:
+def _load(job: Job, group: RankGroup) -> LoadedKeys:
     """Plan, fetch and put a valid job, or change nothing.
 
     Args:
         job: The job of this rank.
         group: The ranks that load together.
-        outer: The caller's commit, which ends later.
     """
-    names, tree, state = job.names, job.tree, job.state
     # The commit is the inner one: an interrupt while it undoes changes would leave half of them.
-    with uninterrupted() as deliver, Commit() if outer is None else nullcontext(outer) as commit:
-        rules = _engine_options(job)
-        values = {names.key(name): value for name, value in (state.model or {}).items()}
-        source = job.source(values, state.versions)
+    with uninterrupted() as deliver, Commit() as commit:
 
-        def plan_model() -> StepResult[tuple[Decided | None, Relayout], _PlanMessage]:
-            plan = None
-            if state.model is not None:
-                plan = make_plan(tree, source, rules, commit, check=partial(_check, job))
-            job.make_slots()  # later, because another model is the cause of another state
-            others, shared, refuses = dict[str, Any](), [each.tensor for each in tree.groups], False
+        def plan() -> StepResult[Relayout, dict[str, str]]:
+            job.plan(commit)
+            others, shared = dict[str, Any](), [each.tensor for each in job.tree.groups]
             if job.slots is not None:
                 others = _find_other_layouts(job.slots.values, job.slots.buffers)
                 shared += job.slots.buffers.values()
-                refuses = any(runs_own_code(each.optimizer) for each in job.holders)
             steps = digests(steps_of(others, shared))
             others = {} if job.call.collective is False else others
             relayout = Relayout(others, job.slots.buffers if job.slots else {})
             deliver()  # an interrupt here is reported to the other ranks
-            return StepResult((plan, relayout), _PlanMessage(refuses, steps))
+            return StepResult(relayout, steps)
 
-        (plan, relayout), by_rank = group.run(plan_model)
-        require_same_steps({who: each.layouts for who, each in by_rank.items()})
-        slots = job.slots
-        if slots is not None:
-            slots.values |= relayout.finish()
-        # If something can fail after the first change, the ranks agree again, and keep old values.
-        again = any(each.refuses for each in by_rank.values())
+        relayout = group.run(plan, require_same_steps).value
+        if job.slots is not None:
+            job.slots.values |= relayout.finish()
         with group.together() as agree:
-            fetched = moments = None
-            with Interruptible():
-                if plan is not None:
-                    fetched = fetch_all(plan, source, None, _ignore)
-                if slots is not None:
-                    saved, buffers = job.source(slots.values), ModuleTree(slots.module)
-                    part = make_plan(buffers, saved, slots.options, commit, check=require_matched)
-                    moments = fetch_all(part, saved, None, _ignore)
-            # The commit undoes this if a rank fails. Values are copied in place later.
-            last = list[InPlace]()
-            if slots is not None and moments is not None:
-                last.append(put_new(moments, commit))
-                set_states(slots, commit, own_code=False)
-            if fetched is not None:
-                commit.when_undone(partial(refresh_shards, tree.modules))
-                last.append(put_new(fetched, commit))
+            job.put_new(commit)
             deliver()
-            again = agree(again)
-
-            def copy_last() -> None:
-                for each in last:
-                    copy_in_place(each, commit, backup=again, advance=_ignore)
-                refresh_shards(tree.modules)
-
-            if outer is not None and not again:
-                outer.when_finished(copy_last)  # without a second copy of the old values
-            else:
-                copy_last()
-            if slots is not None:
-                set_states(slots, commit, own_code=True)
+            # If something can fail after the first change, the ranks agree again, and keep old
+            # values.
+            again = agree(job.runs_own_code)
+            job.copy_last(commit, backup=again)
             if again:
                 agree(False)
-            if outer is None:
-                commit.finish()
-    left_out = _frozen_names(job) if plan is not None else set[str]()
-    missing = [] if plan is None else [n for n in plan.matched.missing if n not in left_out]
-    unexpected = [] if plan is None else plan.matched.unexpected
+            commit.finish()
+    plan_of, slots = job.planned, job.slots
+    left_out = _frozen_names(job) if plan_of is not None else set[str]()
+    missing = [] if plan_of is None else [n for n in plan_of.matched.missing if n not in left_out]
+    unexpected = [] if plan_of is None else plan_of.matched.unexpected
     return LoadedKeys(missing, unexpected, slots.report if slots is not None else None)
 
 
@@ -1009,7 +1007,7 @@ def _ignore(_: int) -> None:
 # ---- the model
 
 
-def _engine_options(job: _Job) -> Options:
+def _engine_options(job: Job) -> Options:
     """Return the options of the load: live tensors stay on their devices."""
     offload, where = job.options.cpu_offload, job.device
     device = {
@@ -1025,7 +1023,7 @@ def _engine_options(job: _Job) -> Options:
     )
 
 
-def _check(job: _Job, matched: Match, options: Options) -> None:
+def _check(job: Job, matched: Match, options: Options) -> None:
     """Refuse names and shapes that do not match, and values with another layout."""
     values, missing, unexpected = job.state.model or {}, list[str](), list[str]()
     extra = {*matched.unexpected}
@@ -1047,7 +1045,7 @@ def _check(job: _Job, matched: Match, options: Options) -> None:
         raise error
 
 
-def _frozen_names(job: _Job) -> set[str]:
+def _frozen_names(job: Job) -> set[str]:
     """Return the names that a state dict lacks which was read without frozen parameters."""
     chosen, names = job.options, job.names
     if not (chosen.strict and chosen.ignore_frozen_params):
@@ -1072,12 +1070,12 @@ def _device_type(tree: ModuleTree) -> str:
 class _Packed(NamedTuple):
     """The job of a rank. On rank 0, also its state as bytes, and the tensors that it sends."""
 
-    job: _Job
+    job: Job
     state: bytes | None = None
     tensors: Sequence[torch.Tensor] = ()
 
 
-def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> _Job:
+def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadcast: bool) -> Job:
     """Return the job of this rank with the state of rank 0.
 
     Raises:
@@ -1085,7 +1083,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     """
 
     def pack() -> StepResult[_Packed, bool]:
-        job = _prepare(call, tree)  # first, because it validates the options
+        job = prepare(call, tree)  # first, because it validates the options
         if 0 not in ranks_of(call.process_group):
             raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
         if not torch.distributed.is_initialized():
@@ -1118,7 +1116,7 @@ def _receive_job(call: LoadCall, tree: ModuleTree, group: RankGroup, all_broadca
     return job
 
 
-def _make_room(job: _Job, inbox: Inbox) -> int:
+def _make_room(job: Job, inbox: Inbox) -> int:
     """Replace the descriptions of the tensors of rank 0 by memory for those that this rank needs.
 
     Code of the model may need names that the model lacks.
@@ -1149,7 +1147,7 @@ def _make_room(job: _Job, inbox: Inbox) -> int:
     return needed
 
 
-def _pack(job: _Job) -> _Packed:
+def _pack(job: Job) -> _Packed:
     """Return the state of a job as it is sent, with a description in place of each tensor."""
     tensors: list[torch.Tensor] = []
     sent: dict[int, Sent] = {}

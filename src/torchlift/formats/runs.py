@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.flattening import name_text
@@ -41,8 +40,7 @@ def item_key(rank: int) -> str:
     return f"ranks.{rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankItem:
+class RankItem(NamedTuple):
     """The content of an item.
 
     Attributes:
@@ -103,7 +101,7 @@ def read_item(data: bytes, budget: Budget | None = None) -> RankItem:
 
 def _is_valid(found: Any) -> bool:
     """Return whether a pickle has the fields of a `RankItem`."""
-    if not isinstance(found, dict) or found.keys() != {*RankItem.__slots__}:
+    if not isinstance(found, dict) or found.keys() != {*RankItem._fields}:
         return False
     ranks, own, saved = found["ranks"], found["own"], found["saved"]
     if type(ranks) is not int or ranks < 1 or not isinstance(own, dict):
