@@ -25,6 +25,7 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift._checkpoint.checkpoint import open as open_checkpoint
+from torchlift._checkpoint.kinds import Allow
 from torchlift._load.checks import find_checksums, require_equal
 from torchlift._model.commit import Commit
 from torchlift._model.ranks import RankGroup, StepResult, has_group, new_gloo_group, rank, ranks_of
@@ -53,7 +54,7 @@ class _Call(NamedTuple):
     """The message of a method.
 
     Attributes:
-        same: What must be equal on all ranks, by its name in an error.
+        same: The facts that must be equal on all ranks, by their name in an error.
         value: More facts, which may differ between ranks.
     """
 
@@ -479,6 +480,7 @@ class Keeper:
         step: int | None = None,
         verify: bool = True,
         on_other_ranks: OnOtherRanks | None = None,
+        allow_classes: Allow = (),
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint. All ranks call it.
@@ -500,6 +502,8 @@ class Keeper:
             on_other_ranks: Functions by name of an object, for another number of ranks. A function
                 gets the list of the states of all ranks that saved, and returns that of this rank.
                 Models, optimizers, schedules and gradient scalers do not need one.
+            allow_classes: Tensor subclasses in the file of one process, such as 8-bit optimizer
+                state. See :ref:`arg-allow-classes`.
             **objects: More objects by name.
 
         Returns:
@@ -541,7 +545,7 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
-            with self._opened(name, verify=verify) as ckpt:
+            with self._opened(name, allow_classes, verify=verify) as ckpt:
 
                 def read_states() -> StepResult[RunToLoad, int]:
                     saved = SavedRun(ckpt, self._rank, self._count)
@@ -565,13 +569,13 @@ class Keeper:
         return loaded.step
 
     @contextmanager
-    def _opened(self, name: str, *, verify: bool) -> Iterator[Checkpoint]:
+    def _opened(self, name: str, allow: Allow, *, verify: bool) -> Iterator[Checkpoint]:
         """Open a checkpoint on all ranks, and compare its checksums. Each rank reads a part."""
         path = inside(self.directory, name)
         with ExitStack() as stack:
 
             def open_and_sum_up() -> StepResult[tuple[Checkpoint, list[Checksum]], _Call]:
-                ckpt = stack.enter_context(open_checkpoint(path))
+                ckpt = stack.enter_context(open_checkpoint(path, allow_classes=allow))
                 known = find_checksums(ckpt) if verify else []
                 sums = sums_of(ckpt._index, known, part=(self._rank, self._count))
                 return StepResult((ckpt, known), _Call({"their checksums": len(known)}, sums))

@@ -252,9 +252,9 @@ class _Joined(NamedTuple):
     """The states that ranks saved of one model or optimizer.
 
     Attributes:
-        state: Name -> state. Of an optimizer, its state, with the groups of all ranks.
+        state: Name -> state. For an optimizer: its state dict, with the groups of all ranks.
         unlike: Names whose states differ between ranks, and that this rank did not save.
-        groups: Of an optimizer, the groups that this rank saved, or the first one.
+        groups: The groups that this rank saved of an optimizer, or the first one.
     """
 
     state: dict[Any, Any]
