@@ -200,6 +200,41 @@ def test_a_file_loads_into_int8_weights_as_a_state_dict_does(tmp_path: Path) -> 
     assert torch.equal(target(X), expected)
 
 
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit, AdamWFp8])
+def test_a_keeper_resumes_low_bit_states_of_classes_that_are_named(
+    kind: Any, tmp_path: Path
+) -> None:
+    """Their error names the class, and the argument that it names loads them bit by bit."""
+
+    def run_of(seed: int) -> dict[str, Any]:
+        model = two(seed)
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.01)}
+
+    def losses(run: dict[str, Any]) -> list[float]:
+        found = []
+        for _ in range(3):
+            loss = run["model"](X).square().mean()
+            loss.backward()
+            with torch.compiler.set_stance("force_eager"):
+                run["optimizer"].step()
+            run["optimizer"].zero_grad()
+            found.append(loss.item())
+        return found
+
+    run, again = run_of(0), run_of(1)
+    losses(run)
+    classes = {type(run["optimizer"].state[p]["exp_avg"]) for p in run["model"].parameters()}
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(3, run)
+        expected = losses(run)
+        with pytest.raises(torchlift.UnsafeError, match="name it: allow_classes="):
+            keeper.resume(again)
+        allowed = [each for each in classes if each is not torch.Tensor]
+        assert allowed
+        assert keeper.resume(again, allow_classes=allowed) == 3
+    assert losses(again) == expected
+
+
 # ---- on ranks
 
 WHOLE = ours.StateDictOptions(full_state_dict=True)
