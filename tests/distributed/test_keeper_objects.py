@@ -92,6 +92,24 @@ def test_generators_are_given_back_by_a_resume_that_fails(tmp_path: Path) -> Non
         assert torch.equal(torch.get_rng_state(), now)
 
 
+def test_generators_are_given_back_although_code_of_a_model_drew_numbers(tmp_path: Path) -> None:
+    """It runs before the object that refuses its state."""
+
+    class Layer(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            torch.rand(3)
+            super()._load_from_state_dict(*args)
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, model=Layer(2, 1), loader=Stateful(1))
+        other = Layer(2, 1)
+        now, weight = torch.get_rng_state(), other.weight.clone()
+        with pytest.raises(OSError, match="no such luck"):
+            keeper.resume(model=other, loader=Stateful(2, refuses=True))
+        assert torch.equal(torch.get_rng_state(), now)
+        assert torch.equal(other.weight, weight)
+
+
 def holding(models: list[nn.Module]) -> dict[str, Any]:
     """Containers of objects that have a state."""
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)

@@ -449,6 +449,9 @@ class RunToLoad:
         Raises:
             CheckpointError: If a name, a shape or a value does not fit.
         """
+        # First: code of a model may draw numbers, and an object may refuse its state later.
+        now = Generators().state_dict()
+        commit.when_undone(partial(Generators().load_state_dict, now), GENERATORS)
         tensors, versions = dict[str, Any](), dict[str, Any]()
         for name, state in self.models.items():
             tensors |= {f"{name}.{key}": each for key, each in state.items()}
@@ -516,7 +519,6 @@ class RunToLoad:
             except Exception:  # a loader may have a state only after its start
                 last.append(name)
         Generators().load_state_dict(now)  # the state_dict of a loader draws random numbers
-        commit.when_undone(partial(Generators().load_state_dict, now), GENERATORS)
         for name, state in before.items():
             obj = self.run.stateful[name]
             if hasattr(obj, "__dict__"):  # a load may add attributes, which would stay
