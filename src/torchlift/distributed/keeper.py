@@ -270,9 +270,8 @@ class Keeper:
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
             snapshot = Snapshot.of(run, self._staging, self.directory, is_alone=alone)
-            name = None
-            if self._rank == 0:
-                name = self._folder.new_name(run.head["step"], is_file=alone)
+            new_name = partial(self._folder.new_name, run.head["step"], is_file=alone)
+            name = new_name() if self._rank == 0 else None
             deliver()  # the last moment at which an interrupt ends the save on all ranks
             return StepResult(snapshot, name)
 
@@ -525,17 +524,14 @@ class Keeper:
             def select_checkpoint() -> StepResult[RunObjects, _Call]:
                 run = RunObjects.of({**(state or {}), **objects})
                 self._await_save()
-                names = list[str]()
-                if self._rank == 0:  # alone: a checkpoint may expire in between
-                    kept = self._folder.kept()
-                    names = [name_of(one.path) for one in kept if step in (None, one.step)]
-                found = names[-1] if names else None
+                # The first rank alone, because a checkpoint may expire in between.
+                kept = self._folder.kept() if self._rank == 0 else []
+                found = [name_of(one.path) for one in kept if step in (None, one.step)][-1:]
                 same = {_METHOD: "resume", "step=": repr(step), "verify=": bool(verify)}
                 return StepResult(run, _Call({**same, _MODELS: run.models}, found))
 
             run, calls = self._ranks.run(select_checkpoint, _require_same)
-            name = calls[min(calls)].value
-            if name is None:
+            if not calls[min(calls)].value:
                 if step is None:  # a new run
                     self._folder.is_ours = True
                     return None
@@ -545,6 +541,7 @@ class Keeper:
                     expected=f"one of {self.steps()}",
                     found=step,
                 )
+            (name,) = calls[min(calls)].value
             with self._opened(name, allow_classes, verify=verify) as ckpt:
 
                 def read_states() -> StepResult[RunToLoad, int]:

@@ -39,8 +39,7 @@ from torchlift._save.target import Target
 from torchlift._save.values import State, Value, kind_error
 from torchlift.distributed.gather import is_on_some_ranks
 from torchlift.distributed.generators import Generators
-from torchlift.distributed.optimizer_state import params_of as params_of
-from torchlift.distributed.optimizer_state import require_current
+from torchlift.distributed.optimizer_state import params_of, require_current
 from torchlift.distributed.options import Part, require_groups
 from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import read_states
@@ -324,10 +323,10 @@ class Snapshot:
         """Return the checksums of tensors that ranks may have under one name, but for buffers."""
         work, found = Workspace(), dict[HeldPart, Checksum]()
         for name, tensor in self.state.tensors.items():
-            local, is_whole = local_tensor(tensor).detach(), not is_part(tensor)
+            is_whole = not is_dtensor(tensor) or all(p.is_replicate() for p in tensor.placements)
             if name not in self.buffers if is_whole else is_on_some_ranks(tensor):
                 part = HeldPart(name, None if is_whole else spans_of(tensor, name))
-                found[part] = checksum_of(local, work)
+                found[part] = checksum_of(local_tensor(tensor).detach(), work)
         return found
 
 
@@ -373,11 +372,6 @@ def fill_in(template: Any, objects: Mapping[str, object]) -> Any:
     if hasattr(template, "_metadata"):
         made._metadata = template._metadata
     return made
-
-
-def is_part(value: object) -> bool:
-    """Return whether a value is a DTensor that is divided between ranks."""
-    return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
 def _digest(data: bytes) -> bytes:

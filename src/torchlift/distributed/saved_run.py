@@ -30,6 +30,7 @@ from torchlift.distributed.optimizer_state import (
     PLACE,
     Holder,
     name_parameters,
+    params_of,
 )
 from torchlift.distributed.options import (
     LoadCall,
@@ -42,7 +43,6 @@ from torchlift.distributed.run_state import (
     GENERATORS,
     HEAD,
     RunObjects,
-    params_of,
     read_model_state,
 )
 from torchlift.distributed.state_dict import Job, prepare, slices_of
@@ -496,7 +496,10 @@ class RunToLoad:
                 yield
         except StateDictMismatch as error:
             error.file = error.file or self.path
-            self._name_way_out(error, optimizer)
+            if optimizer:
+                error.hint = f"{error.hint or ''} Or resume without {optimizer}.".strip()
+            else:
+                self._name_way_out(error)
             raise
 
     def load_objects(
@@ -562,7 +565,7 @@ class RunToLoad:
 
     # ---- errors
 
-    def _name_way_out(self, error: StateDictMismatch, optimizer: str = "") -> None:
+    def _name_way_out(self, error: StateDictMismatch) -> None:
         """Name the lines that load a part of the checkpoint instead."""
         left, lines = [*error.mismatched, *error.unexpected_keys], list[str]()
         owners = {name: [name] for name in self.models}
@@ -578,10 +581,8 @@ class RunToLoad:
                 own = [key for key in own if key in known]
             if own or missing or (lines and name in self.optimizers):
                 lines.append(self._line(name, own, missing))
-        if lines and not optimizer:
+        if lines:
             error.hint = f"To load a part: {', '.join(lines)}."
-        elif optimizer:
-            error.hint = f"{error.hint or ''} Or resume without {optimizer}.".strip()
 
     def _line(self, name: str, left: list[str], missing: list[str]) -> str:
         """Return a call that loads a part of a model or of an optimizer."""
