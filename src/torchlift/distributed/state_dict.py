@@ -993,11 +993,11 @@ def _load(job: Job, group: RankGroup) -> LoadedKeys:
             if again:
                 agree(False)
             commit.finish()
-    plan_of, slots = job.planned, job.slots
-    left_out = _frozen_names(job) if plan_of is not None else set[str]()
-    missing = [] if plan_of is None else [n for n in plan_of.matched.missing if n not in left_out]
-    unexpected = [] if plan_of is None else plan_of.matched.unexpected
-    return LoadedKeys(missing, unexpected, slots.report if slots is not None else None)
+    missing, unexpected = list[str](), list[str]()
+    if job.planned is not None:
+        left_out, unexpected = _frozen_names(job), job.planned.matched.unexpected
+        missing = [name for name in job.planned.matched.missing if name not in left_out]
+    return LoadedKeys(missing, unexpected, job.slots.report if job.slots is not None else None)
 
 
 def _ignore(_: int) -> None:
