@@ -25,7 +25,6 @@ import torchlift
 from torchlift._checkpoint.comparison import ValueChange
 from torchlift.cli import main
 from torchlift.errors import PlacementError
-from torchlift.formats.index import ITEMSIZE
 
 
 class Noted(Int8):
@@ -140,27 +139,6 @@ def test_a_nan_is_equal_to_a_nan_and_to_nothing_else(tmp_path):
     assert math.isnan(value.largest)
 
 
-@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if hasattr(torch, name)])
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_dtype_is_compared(dtype):
-    """One byte of one element is another."""
-    raw = torch.zeros(64, dtype=torch.uint8)
-    other = raw.clone()
-    other[-1] = 1
-    kind = getattr(torch, dtype)
-    one, two = {"w": raw.view(kind)}, {"w": other.view(kind)}
-    assert torchlift.diff(one, {"w": raw.clone().view(kind)}).equal
-    assert torchlift.diff(one, two).changed["w"].value.differing == 1
-
-
-def test_large_integers_are_not_compared_as_floats():
-    """2**62 and 2**62 + 1 are one number in float64."""
-    one = {"w": torch.tensor([2**62, 3])}
-    assert (
-        torchlift.diff(one, {"w": torch.tensor([2**62 + 1, 3])}).changed["w"].value.differing == 1
-    )
-
-
 @pytest.mark.parametrize(
     ("one", "two", "tolerance", "largest"),
     [
@@ -183,14 +161,6 @@ def test_integers_are_compared_without_an_overflow(one, two, tolerance, largest)
     value = found.changed["w"].value if found.changed else None
     assert (None if value is None else value.largest) == largest
     assert found.equal is (largest is None and a.dtype == b.dtype)
-
-
-def test_views_and_transposes_are_compared_by_their_values(tmp_path):
-    """Strides are not a difference; a shared storage is not one either."""
-    base = torch.arange(12.0).view(3, 4)
-    assert both(
-        tmp_path, {"w": base.t(), "v": base[1]}, {"w": base.t().contiguous(), "v": base[1]}
-    ).equal
 
 
 def test_location_tags_are_listed_and_no_difference(tmp_path):
@@ -281,20 +251,6 @@ def test_tensors_made_of_others_are_compared_by_all_of_these(tmp_path: Path) -> 
     first, same, other = ({"w": Noted.of(note)} for note in (2, 2, 3))
     assert torchlift.diff(first, same).equal
     assert not torchlift.diff(first, other).equal
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_rows_of_several_lengths_are_compared_row_by_row(layout: torch.layout) -> None:
-    """In memory; a file of them is refused."""
-
-    def nested(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"w": torch.nested.nested_tensor(list(rows), layout=layout)}
-
-    state = nested(torch.ones(2), torch.ones(3))
-    assert torchlift.diff(nested(torch.ones(2), torch.ones(3)), state).equal
-    others = nested(torch.ones(3), torch.ones(2)), nested(torch.ones(2), torch.zeros(3))
-    assert not any(torchlift.diff(state, other).equal for other in others)
 
 
 def test_a_lazy_tensor_is_refused_by_name() -> None:
@@ -424,4 +380,5 @@ def test_a_nested_tensor_is_not_its_only_part() -> None:
     for one in nested:
         assert not torchlift.diff({"w": one}, {"w": part}).equal
         assert not torchlift.diff({"w": part}, {"w": one}).equal
+        assert not torchlift.diff({"w": one}, {"w": torch.nested.nested_tensor([2 * part])}).equal
     assert torchlift.diff({"w": nested[0]}, {"w": nested[1]}).equal

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from range_server import serving
 from safetensors.torch import save_file
 from torch import nn
-from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
@@ -116,90 +115,25 @@ def test_two_tied_names_are_two_equal_tensors() -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor of any dtype, with any bits."""
+    """A tensor of any dtype and strides, with any bits."""
     dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(1, 6), max_size=3))
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize
     data = bytearray(draw(st.binary(min_size=count, max_size=count)))
     if dtype == torch.bool:
         data = bytearray(byte & 1 for byte in data)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
-
-
-@any_time
-@given(tensors(), tensors())
-def test_only_equal_tensors_have_equal_numbers(one: torch.Tensor, two: torch.Tensor) -> None:
-    """By dtype, shape and all bits, NaN and the sign of zero among them."""
-    found = torchlift.digest({"a": one}) == torchlift.digest({"a": two})
-    assert found == same(one, two)
-
-
-@any_time
-@given(tensors(), st.data())
-def test_every_change_of_one_bit_or_two_elements_is_seen(
-    tensor: torch.Tensor, data: st.DataObject
-) -> None:
-    """A bit, two elements that change places, and two that change by opposite amounts."""
-    before = torchlift.digest({"a": tensor})
-    raw = tensor.clone().contiguous().view(-1).view(torch.uint8)
-    at = data.draw(st.integers(0, raw.numel() - 1))
-    other = data.draw(st.integers(0, raw.numel() - 1))
-    bit = 1 if tensor.dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
-    changed = raw.clone()
-    changed[at] ^= bit
-    assert torchlift.digest({"a": changed.view(tensor.dtype).view(tensor.shape)}) != before
-    changed[other] ^= bit  # the same bit in another place
-    swapped = raw.clone()
-    swapped[at], swapped[other] = raw[other], raw[at]
-    opposite = raw.clone()
-    opposite[at] += 1
-    opposite[other] -= 1
-    for each in (changed, swapped, opposite):
-        if tensor.dtype != torch.bool or int(each.max()) < 2:
-            same = torch.equal(each, raw)
-            made = each.view(tensor.dtype).view(tensor.shape)
-            assert (torchlift.digest({"a": made}) == before) == same
-
-
-@any_time
-@given(st.integers(2, 40), st.integers(2, 40), st.integers(0, 2**32), st.data())
-def test_what_a_sum_would_not_see_is_seen(
-    rows: int, columns: int, seed: int, data: st.DataObject
-) -> None:
-    """Rows and columns that change places, signs, rectangles of differences, a transposition."""
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    before = torchlift.digest({"a": values})
-    i, j = (data.draw(st.integers(0, rows - 1)) for _ in range(2))
-    k, m = (data.draw(st.integers(0, columns - 1)) for _ in range(2))
-    assume(i != j and k != m)
-    by_row, by_column, signs, box = (values.clone() for _ in range(4))
-    by_row[[i, j]] = values[[j, i]]
-    by_column[:, [k, m]] = values[:, [m, k]]
-    signs[i, k], signs[j, m] = -values[i, k], -values[j, m]
-    bits = box.view(torch.int32)
-    for row, column, change in ((i, k, 1), (i, m, -1), (j, k, -1), (j, m, 1)):
-        bits[row, column] += change
-    for changed in (by_row, by_column, signs, -values, box, values.T.reshape(rows, columns)):
-        assert torchlift.digest({"a": changed}) != before
-    assert torchlift.digest({"a": values.T}.copy()) != before
-    assert torchlift.digest({"a": values.T.contiguous().T}) == before
-
-
-@any_time
-@given(st.permutations(range(5)))
-def test_tensors_of_equal_shape_cannot_change_names(order: list[int]) -> None:
-    """Which name has which values counts, and names themselves do."""
-    values = [torch.full((3,), float(n)) for n in range(5)]
-    before = torchlift.digest({f"w{n}": values[n] for n in range(5)})
-    after = torchlift.digest({f"w{n}": values[at] for n, at in enumerate(order)})
-    assert (after == before) == (list(order) == list(range(5)))
-    assert torchlift.digest({f"v{n}": values[n] for n in range(5)}) != before
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    made = flat.view(shape)
+    return made.mT if made.dim() > 1 and draw(st.booleans()) else made
 
 
 @any_time
 @given(st.lists(tensors(), min_size=1, max_size=3))
 def test_the_number_is_the_hash_that_it_is_said_to_be(every: list[torch.Tensor]) -> None:
-    """In plain Python, so that another program can compute it, too."""
+    """In plain Python, so that another program can compute it, too.
+
+    The hash is a cryptographic one of all names, dtypes, shapes and bytes: no sum of them.
+    """
     hashes = []
     for number, tensor in enumerate(every):
         raw = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
@@ -211,16 +145,11 @@ def test_the_number_is_the_hash_that_it_is_said_to_be(every: list[torch.Tensor])
     assert torchlift.digest({f"w{n}": tensor for n, tensor in enumerate(every)}) == expected
 
 
-def test_zeros_and_tensors_of_nothing_differ() -> None:
-    """Zeros add nothing to a sum, and yet they are not nothing."""
-    states: list[dict[str, Any]] = [
-        {"a": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(0)},
-        {"a": torch.zeros(())}, {"a": torch.zeros(2, dtype=torch.int32)}, {"a": -torch.zeros(2)},
-        {"b": torch.zeros(2)}, {"a": torch.zeros(0, 3)}, {"a": torch.zeros(3, 0)},
-    ]  # fmt: skip
-    assert len({torchlift.digest(state) for state in states}) == len(states)
+def test_what_is_not_a_tensor_does_not_count() -> None:
+    """Numbers, texts, lists, and arrays of texts."""
+    state = {"a": torch.zeros(2)}
     more = {"n": 1, "t": "text", "l": [np.ones(2)], "names": np.array(["x"])}
-    assert torchlift.digest({**states[0], **more}) == torchlift.digest(states[0])
+    assert torchlift.digest({**state, **more}) == torchlift.digest(state)
 
 
 def test_what_has_no_tensor_has_no_number(tmp_path: Path) -> None:

@@ -91,17 +91,6 @@ def test_near_names_are_offered_and_far_ones_are_not():
     assert did_you_mean("q", ["weight"]) == ""
 
 
-def test_a_file_that_is_no_checkpoint_raises_one_of_the_family(tmp_path):
-    """Nothing else escapes for a bad file."""
-    junk = tmp_path / "junk.pt"
-    for content in (b"", b"PK\x03\x04", b"\x80\x02}.", b"hello, world", bytes(5000)):
-        junk.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"junk\.pt"):
-            torchlift.open(junk)
-    with pytest.raises(CheckpointError, match="no such file"):
-        torchlift.open(tmp_path / "absent.pt")
-
-
 @pytest.mark.parametrize("door", ["open", "load", "convert", "diff", "verify"])
 def test_a_missing_file_is_python_s_error_with_its_fields(door: str, tmp_path: Path) -> None:
     """What a program prints of a FileNotFoundError, also after it travelled to another process."""

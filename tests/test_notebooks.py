@@ -149,13 +149,6 @@ def test_notebook_prose_is_markdown(script: Path) -> None:
             assert not RST_LEFT_OVER.search(prose), cell.source
 
 
-@each_recipe
-def test_recipe_draws_a_figure(script: Path) -> None:
-    """Its first figure is the thumbnail that tells its story."""
-    outputs = [output for cell in code_cells(committed(script)) for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-
-
 def test_every_notebook_has_a_recipe() -> None:
     """No notebook outlives its script."""
     found = set(notebooks.NOTEBOOKS.glob("*/*.ipynb"))

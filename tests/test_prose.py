@@ -50,22 +50,6 @@ def test_a_bad_sentence_of_a_page_is_found(
     assert capsys.readouterr().out == f"{page}: {wrong}: {sentence}\n"
 
 
-def test_a_bad_sentence_in_a_table_of_markdown_is_found(tmp_path: Path) -> None:
-    """Each cell is prose of its own: two good ones are no long sentence."""
-    page = tmp_path / "page.md"
-    page.write_text(f"| A | B |\n|---|---:|\n| The value is no tensor. | {'word ' * 20}|\n" * 2)
-    assert [line.rpartition(": ")[2] for line in prose.faults(page)] == 2 * [
-        "The value is no tensor."
-    ]
-
-
-def test_good_sentences_questions_and_code_are_not_reported(tmp_path: Path) -> None:
-    """Code is neither too long nor does it have semicolons."""
-    page = tmp_path / "page.rst"
-    page.write_text(PAGE.format("A " + "word " * 22 + "``a b; c`` end."))
-    assert prose.main([str(page)]) == 0
-
-
 def test_docstrings_comments_and_messages_of_python_are_read(tmp_path: Path) -> None:
     """Each kind apart; values of an f-string count as a word, and code is no prose."""
     file = tmp_path / "one.py"
@@ -87,11 +71,6 @@ def test_docstrings_comments_and_messages_of_python_are_read(tmp_path: Path) -> 
         "docstrings": 2, "comments": 1, "messages": 2,
     }  # fmt: skip
     assert found["messages"][0].endswith("is no, has no: X is no file")
-
-
-def test_no_area_of_the_repository_exceeds_its_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
-    """As in ``make lint``: a new bad sentence fails, wherever it stands."""
-    assert prose.main([]) == 0, capsys.readouterr().out
 
 
 def test_one_bad_sentence_more_than_the_ceiling_is_an_error(

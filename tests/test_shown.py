@@ -99,23 +99,3 @@ def test_the_last_line_of_a_cell_is_short(shown, name) -> None:
         return
     assert len(text) < 1500
     assert name == "checkpoint" or text == str(shown[name])
-
-
-def test_values_are_compared_and_summed_up_in_blocks_whatever_the_strides() -> None:
-    """Transposed, expanded, in one long row or in many short ones: each element once, in order."""
-    from torchlift._checkpoint.checkpoint import _BLOCK, blocks_of
-
-    long = torch.arange(_BLOCK * 2 + 5, dtype=torch.int32)
-    even = long[:-5]
-    for tensor in (
-        long,
-        long.view(1, 1, -1),
-        even.view(-1, 2).T,
-        even.view(4, -1, 2).transpose(0, 2),
-        torch.arange(3).expand(_BLOCK, 3),
-        torch.tensor(1),
-        torch.ones(0, 2),
-    ):
-        blocks = list(blocks_of(tensor))
-        assert all(block.numel() <= _BLOCK for block in blocks)
-        assert torch.equal(torch.cat([tensor.new_empty(0), *blocks]), tensor.reshape(-1))

@@ -14,6 +14,7 @@ import measured_pages
 import notebooks
 import pytest
 import torch
+from device_files import write_tagged
 from torch import nn
 
 import torchlift
@@ -103,31 +104,12 @@ def test_torch_refuses_another_device_and_code_by_an_error(way: str, tmp_path: P
         pytest.skip("every device of the file is here")
     build, load = LOADS[way]
     tagged, pickled = tmp_path / "tagged.pt", tmp_path / "pickled.pt"
-    state = Tied().state_dict()
-    torch.save(state, tagged)
-    tagged.write_bytes(_tagged(tagged.read_bytes()))
-    torch.save({**state, "note": subprocess.Popen}, pickled)
+    write_tagged(tagged, "cuda:0")
+    torch.save({**Tied().state_dict(), "note": subprocess.Popen}, pickled)
     with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):
         load(build(), tagged)
     with pytest.raises(Exception, match="Weights only load failed"):
         load(build(), pickled)
-
-
-def _tagged(archive: bytes) -> bytes:
-    """The same file with other location tags: the pickle is stored, so its bytes can be changed."""
-    import io
-    import zipfile
-
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            if name.endswith("/data.pkl"):
-                tag = b"X\x03\x00\x00\x00cpu"
-                assert tag in content
-                content = content.replace(tag, b"X\x06\x00\x00\x00cuda:0")
-            new.writestr(name, content)
-    return made.getvalue()
 
 
 def test_readme_has_the_measured_table() -> None:
@@ -177,12 +159,3 @@ def test_numbers_of_frameworks_are_found_in_what_the_recipes_print(recipe: str) 
         seconds, mebibytes = frameworks.read_line(printed, way)
         assert 0 < seconds < 60
         assert mebibytes is None or 0 < mebibytes < 1000
-
-
-def test_a_line_gives_its_last_seconds_and_the_lines_that_go_on() -> None:
-    """A spread in parentheses does not count, and the lines of another way do not either."""
-    printed = "load A  1.5 s (1.0 s to 2.0 s)\none  a step 0.1 s, a save 0.2 s\n     peak: 7 MiB\n"
-    assert frameworks.read_line(printed, "load A") == (1.5, None)
-    assert frameworks.read_line(printed, "one") == (0.2, 7)
-    with pytest.raises(SystemExit, match="'two'"):
-        frameworks.read_line(printed, "two")

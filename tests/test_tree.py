@@ -141,15 +141,25 @@ FORMS = ["plain", "the file itself", "Lightning's list", "one of a list", "by na
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-@pairwise(where=["memory", "file", "dcp"], form=FORMS, kind=[torch.optim.Adam, torch.optim.SGD])
-def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
-    """Bit by bit as if it had never stopped, whatever saved the state."""
+@pairwise(
+    where=["memory", "file", "dcp"], form=FORMS, kind=[torch.optim.Adam, torch.optim.SGD],
+    is_found=[True, False],
+)  # fmt: skip
+def test_training_goes_on_from_any_form(tmp_path, kind, form, where, is_found):
+    """Bit by bit as if it had never stopped, whatever saved the state.
+
+    The only state that is there needs no root, however deep it lies, beside whatever else.
+    """
     model, optimizer = trained(kind)
     saved, root = forms(model, optimizer)[form]
+    if is_found:
+        saved, root = {"epoch": 3, "trainer": {"a": saved, "b": [1, 2]}}, None
+        if form == "one of a list":  # the other one is empty
+            saved["trainer"]["a"]["optimizer_states"][1] = {"state": {}}
     given_ = saved
     if where == "file":
         given_ = tmp_path / "x.pt"
-        torch.save(saved, given_)
+        torch.save({**saved, "when": timedelta(3)} if is_found else saved, given_)
     elif where == "dcp":
         given_ = tmp_path / "dcp"
         dcp.save(saved, checkpoint_id=given_, no_dist=True)
@@ -162,28 +172,6 @@ def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
         step(model, optimizer)
         step(other, fresh)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
-@pytest.mark.parametrize("where", ["memory", "file", "dcp"])
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
-@pytest.mark.parametrize("form", FORMS)
-def test_the_only_state_that_is_there_needs_no_root(tmp_path, form, where):
-    """However deep it lies, beside whatever else; what would run code there is not asked for."""
-    model, optimizer = trained()
-    saved = {"epoch": 3, "trainer": {"a": forms(model, optimizer)[form][0], "b": [1, 2]}}
-    if form == "one of a list":  # the other one is empty
-        saved["trainer"]["a"]["optimizer_states"][1] = {"state": {}}
-    given_ = saved
-    if where == "file":
-        given_ = tmp_path / "x.pt"
-        torch.save({**saved, "when": timedelta(3)}, given_)
-    elif where == "dcp":
-        given_ = tmp_path / "dcp"
-        dcp.save(saved, checkpoint_id=given_, no_dist=True)
-    other = torch.optim.Adam(model.parameters())
-    report = torchlift.load_optimizer(model, other, given_)
-    assert len(report.loaded) == 4
-    assert same(other.state_dict(), optimizer.state_dict(), kinds=True)
 
 
 def test_where_the_state_lies_is_pointed_out(tmp_path):

@@ -13,7 +13,6 @@ from rules import each
 from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
 
 PAGES = [script for script in notebooks.scripts() if script.parent.name == "00_tutorial"]
-HEADING = re.compile(r"^(.+)\n-{3,}$", re.MULTILINE)
 
 each_page = each(PAGES)
 
@@ -24,38 +23,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 def title_of(page: Path) -> str:
     return (ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))) or "").split("\n")[0]
-
-
-def prose_of(page: Path) -> str:
-    """All text but the docstring, its lines joined where a paragraph goes on."""
-    texts = [block.content for block in blocks_of(page)[1:] if block.type == "text"]
-    return "\n\n".join(texts)
-
-
-def test_the_pages_are_seven_and_numbered_in_their_order() -> None:
-    """In the gallery, in the sidebar and on the cards alike."""
-    assert [page.stem[:7] for page in PAGES] == [f"plot_{n:02d}" for n in range(7)]
-    assert [title_of(page)[:3] for page in PAGES] == [f"{n}. " for n in range(7)]
-
-
-@each_page
-def test_a_page_says_where_on_the_path_it_is(page: Path) -> None:
-    """All seven titles in order, its own in bold; the others are links on the site."""
-    path = " ".join(blocks_of(page)[0].content.partition("The path: ")[2].split()).rstrip(".")
-    titles = [f"**{title_of(p)}**" if p == page else f"*{title_of(p)}*" for p in PAGES]
-    assert path.split(" → ") == titles
-
-
-@each_page
-def test_sections_are_steps_what_was_learned_exercises_and_what_comes_next(page: Path) -> None:
-    """Four to six steps; three points to keep; the last page leads into the recipes."""
-    text = prose_of(page)
-    headings = HEADING.findall(text)
-    last = "Where to go from here" if page == PAGES[-1] else "Next"
-    assert headings[-3:] == ["What you learned", "Exercises", last]
-    assert 4 <= len(headings[:-3]) <= 6
-    learned = text[text.index("What you learned\n") : text.index("Exercises\n-")]
-    assert len(re.findall("^- ", learned, re.MULTILINE)) == 3
 
 
 @each_page

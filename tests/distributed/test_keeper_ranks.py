@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_disk import file_size_limit
+from limits import limits
 from ranks import HANGS, cpu_mesh, on, saves, worlds
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -32,7 +33,6 @@ from torchlift._save.blocks import memory_of
 from torchlift.distributed import folder_lock, run_state, saved_run
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
-from torchlift.formats import integrity
 from torchlift.formats.runs import read_item
 
 STEPS = 3
@@ -545,8 +545,7 @@ def test_each_rank_verifies_its_part(folder: Path) -> None:
             keeper.save(step, model=model)
         keeper.wait()
         path = Path(keeper.latest() or "")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(integrity, "_BATCH", 1 << 20)  # less than a layer's
+        with limits(verified=1 << 20):  # less than a layer's
             dist.barrier()
             before = bytes_read()
             assert keeper.resume(model=other) == 2

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_code import in_code
+from limits import limits
 from ranks import cpu_mesh, on
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,16 +22,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from zoo import same as same_bits
 
 import torchlift
-from torchlift._save import files
 from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
 
-def test_blocks_of_odd_views_are_put_together_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@limits(written=40)
+def test_blocks_of_odd_views_are_put_together_right(tmp_path: Path) -> None:
     """Wherever a block of what is written at a time begins and ends in their dimensions."""
-    monkeypatch.setattr(files, "_BLOCK", 40)
     cube = torch.randn(3, 5, 7)
     odd = torch.randn(4, 3, dtype=torch.complex64)
     state = {

@@ -58,15 +58,6 @@ SPANS = [
 
 
 @pytest.mark.parametrize("stride", [(30, 5, 1), (1, 4, 24), (60, 10, 2)])
-@pytest.mark.parametrize("spans", SPANS)
-def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> None:
-    """Every element once, in its place, for contiguous, transposed and gapped tensors."""
-    part = narrowed(entry((4, 6, 5), stride), spans)
-    assert gathered(part) == positions(stride, spans)
-    assert runs_of(part).shortest == min((run.numel for run in rows(part)), default=0)
-
-
-@pytest.mark.parametrize("stride", [(30, 5, 1), (1, 4, 24), (60, 10, 2)])
 @pytest.mark.parametrize("into", [(30, 5, 1), (70, 7, 1), (1, 4, 24), (200, 20, 3)])
 @pytest.mark.parametrize("spans", SPANS)
 def test_rows_fill_memory_of_any_strides(

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_files import gguf_writer
 from contract import ODD, Contract, State, values
 from huggingface_hub import save_torch_state_dict
 from rank_files import Era
@@ -141,13 +142,9 @@ class TestGguf(Contract):
         return {key: value for key, value in values().items() if key in kept}
 
     def write(self, folder: Path, state: State) -> None:
-        writer = gguf.GGUFWriter(folder / "x", "llama")
-        for key, value in state.items():
-            writer.add_tensor(key, value.numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with gguf_writer(folder / "x") as writer:
+            for key, value in state.items():
+                writer.add_tensor(key, value.numpy())
 
     def read(self, folder: Path) -> State:
         tensors = gguf.GGUFReader(folder / "x").tensors

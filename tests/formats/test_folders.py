@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_files import gguf_writer
+from doors import DOORS, refused_by_all
 from hub_files import hub_cache, hub_files
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -21,27 +23,6 @@ from torchlift.errors import CheckpointError, FormatError
 
 STATE = {f"layers.{at}.weight": torch.full((2, 3), float(at)) for at in range(3)}
 INDEX = ".index.json"
-#: The functions that take a folder.
-DOORS: dict[str, Callable[[Path, Path], Any]] = {
-    "open": lambda path, to: torchlift.open(path),
-    "verify": lambda path, to: torchlift.verify(path),
-    "digest": lambda path, to: torchlift.digest(path),
-    "diff": lambda path, to: torchlift.diff(path, path),
-    "load": lambda path, to: torchlift.load(torch.nn.Linear(1, 1), path),
-    "convert": lambda path, to: torchlift.convert(path, to / "to.safetensors"),
-}
-
-
-def refused_by_all(path: Path, to: Path) -> FormatError:
-    """Return the error that all functions raise."""
-    errors = []
-    for door in DOORS.values():
-        with pytest.raises(FormatError) as caught:
-            door(path, to)
-        errors.append(caught.value)
-    assert len({(error.reason, error.found, str(error.hint)) for error in errors}) == 1
-    assert not (to / "to.safetensors").exists()
-    return errors[0]
 
 
 def require_state(found: Any, state: dict[str, torch.Tensor] = STATE) -> None:
@@ -217,6 +198,8 @@ def test_no_save_makes_a_folder_with_both(tmp_path: Path, name: str) -> None:
         lambda: torchlift.convert(STATE, path, overwrite=True),
         lambda: torchlift.convert(STATE, path, overwrite=True, dry_run=True),
     ]
+    if name.endswith("safetensors"):
+        saves.append(lambda: torchlift.save(STATE, path, max_shard_size="1MB"))
     save_set(tmp_path, name, STATE)
     before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
     for save in saves:
@@ -231,6 +214,9 @@ def test_no_save_makes_a_folder_with_both(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         torchlift.save(STATE, f"{path}{INDEX}", format="sharded")
     assert caught.value.file == str(path)
+    if name.endswith("safetensors"):
+        with pytest.raises(CheckpointError):
+            torchlift.save(STATE, path, max_shard_size=8)
     saves[0]()
     path.unlink()  # as the hint says
     for _ in range(2):
@@ -341,14 +327,9 @@ def test_a_file_that_was_cut_is_named_and_the_line_that_joins_it_works(
 ) -> None:
     """By the path of every piece, and by their folder."""
     if name.endswith(".gguf"):
-        gguf = pytest.importorskip("gguf")
-        writer = gguf.GGUFWriter(tmp_path / name, "llama")
-        for key, value in STATE.items():
-            writer.add_tensor(key, value.numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with gguf_writer(tmp_path / name) as writer:
+            for key, value in STATE.items():
+                writer.add_tensor(key, value.numpy())
     else:
         torchlift.save(STATE, tmp_path / name)
     content = (tmp_path / name).read_bytes()

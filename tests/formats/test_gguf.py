@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import gguf_writer
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from range_server import serving
@@ -28,21 +29,17 @@ MADE = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
 
 def write(path: Path, *kinds: str) -> Path:
     """A file with one tensor per type, a vocabulary and a long text."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_custom_alignment(128)  # not the usual one, so the file's own must be used
-    writer.add_array("tokenizer.ggml.tokens", ["a", "bb", ""] * 10)
-    writer.add_array("tokenizer.ggml.scores", [0.5] * 30)
-    writer.add_chat_template("x" * 5000)
-    writer.add_tensor("f32", VALUES)
-    writer.add_tensor("f16", VALUES.astype(np.float16))
-    writer.add_tensor("ids", np.arange(7, dtype=np.int32))
-    for kind in kinds:
-        writer.add_tensor(kind, quants.quantize(VALUES, Kind[kind]), raw_dtype=Kind[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(path) as writer:
+        writer.add_name("tiny")
+        writer.add_custom_alignment(128)  # not the usual one, so the file's own must be used
+        writer.add_array("tokenizer.ggml.tokens", ["a", "bb", ""] * 10)
+        writer.add_array("tokenizer.ggml.scores", [0.5] * 30)
+        writer.add_chat_template("x" * 5000)
+        writer.add_tensor("f32", VALUES)
+        writer.add_tensor("f16", VALUES.astype(np.float16))
+        writer.add_tensor("ids", np.arange(7, dtype=np.int32))
+        for kind in kinds:
+            writer.add_tensor(kind, quants.quantize(VALUES, Kind[kind]), raw_dtype=Kind[kind])
     return path
 
 
@@ -111,14 +108,10 @@ def test_without_the_package_the_error_says_which(tmp_path, monkeypatch):
 
 def write_parts(folder: Path, name: str = "m", **options: bool) -> list[Path]:
     """Three parts, as the package of llama.cpp cuts a model."""
-    writer = gguf.GGUFWriter(folder / f"{name}.gguf", "llama", split_max_tensors=2, **options)
-    writer.add_name("tiny")
-    for at in range(5):
-        writer.add_tensor(f"w{at}", VALUES[:1] + at)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(folder / f"{name}.gguf", split_max_tensors=2, **options) as writer:
+        writer.add_name("tiny")
+        for at in range(5):
+            writer.add_tensor(f"w{at}", VALUES[:1] + at)
     return sorted(folder.glob(f"{name}-*.gguf"))
 
 

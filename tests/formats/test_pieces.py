@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchlift.errors import FormatError
@@ -46,6 +46,7 @@ def _boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @settings(max_examples=300, deadline=None)
+@example(((4,), [((0,), (2,)), ((1,), (2,))]))  # an overlap, and a gap of its size
 @given(_boxes())
 def test_boxes_are_accepted_if_they_hold_each_element_once(
     given: tuple[tuple[int, ...], list[Box]],

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import socket
-import struct
-import subprocess
-import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from checkpoint_files import gguf_writer
 from range_server import Answer, Asked, RangeServer, facts, serving
 from safetensors.torch import save_file
 
@@ -151,27 +150,16 @@ def test_a_program_takes_four_requests(server: RangeServer) -> None:
     opened(server, "program.pt", 4, 4 * WINDOW)
 
 
-def gguf(path: Path, words: int, tensors: int) -> int:
-    """Write a GGUF file with a vocabulary; return the bytes of its header."""
-
-    def text(value: bytes) -> bytes:
-        return struct.pack("<Q", len(value)) + value
-
-    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, 3)
-    head += text(b"tokens") + struct.pack("<IIQ", 9, 8, words)
-    head += b"".join(text(b"w%d" % n * (1 + n // 64_000)) for n in range(words))
-    head += text(b"scores") + struct.pack("<IIQ", 9, 6, words) + bytes(4 * words)
-    head += text(b"merges") + struct.pack("<IIQ", 9, 8, words)
-    head += b"".join(text(b"a%d b%d" % (n, n)) for n in range(words))
-    for n in range(tensors):
-        head += text(b"blk.%d.weight" % n) + struct.pack("<IQIQ", 1, 8, 0, 32 * n)
-    path.write_bytes(head + bytes(-len(head) % 32 + 32 * tensors))
-    return len(head)
-
-
 def test_a_vocabulary_of_gguf_takes_four_requests(server: RangeServer) -> None:
     """How long it is shows while it is read: a list says how many words it has."""
-    header = gguf(server.folder / "model.gguf", 128_000, 300)
+    words = [f"w{n}" * (1 + n // 64_000) for n in range(128_000)]
+    with gguf_writer(server.folder / "model.gguf") as writer:
+        writer.add_array("tokens", words)
+        writer.add_array("scores", [0.5] * len(words))
+        writer.add_array("merges", [f"a{n} b{n}" for n in range(len(words))])
+        for n in range(300):
+            writer.add_tensor(f"blk.{n}.weight", np.ones(8, np.float32))
+    header = (server.folder / "model.gguf").stat().st_size - 300 * 32
     opened(server, "model.gguf", 4, 2 * header)
 
 
@@ -262,86 +250,40 @@ def test_a_url_of_memory_is_listed_once(tmp_path: Path) -> None:
         torchlift.open("memory://listed/step4")
 
 
-def test_a_repository_of_the_hub_is_a_folder(server: RangeServer) -> None:
-    """Its files are listed by the Hub's client, and read where the Hub serves them."""
-    pytest.importorskip("huggingface_hub")
-    commit = "0" * 40
-    info = {"id": "org/name", "sha": commit, "siblings": [], "tags": []}
-    save_file({f"w{n}": torch.ones(2) for n in range(2_000)}, server.folder / "weights")
-    size = (server.folder / "weights").stat().st_size
-    tree = [
-        {"type": "file", "path": name, "size": size, "oid": "1" * 40}
-        for name in ("model.safetensors", "config.json")
-    ]
-    for revision in ("main", "v1"):
-        for kind, content in (("revision", info), ("tree", tree)):
-            path = server.folder / "api/models/org/name" / kind / revision
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content))
-        path = server.folder / "org/name/resolve" / revision / "model.safetensors"
-        path.parent.mkdir(parents=True)
-        path.write_bytes((server.folder / "weights").read_bytes())
-    code = """
-import sys, torchlift
-for url in sys.argv[2:]:
-    with torchlift.open(url, storage_options={"endpoint": sys.argv[1], "token": "hf_secret"}) as c:
-        print(c.path, len(c))
-"""
-
-    def repository(asked: Asked, answer: Answer) -> None:
-        if asked.path == "api/models/org/name":
-            answer.status, answer.body = 200, memoryview(json.dumps(info).encode())
-
-    server.fault = repository
-    urls = ["hf://org/name", "hf://org/name@v1", "hf://org/name@v1/model.safetensors"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, server.url()[:-1], *urls],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "0"},
-    )
-    assert done.stdout.splitlines() == [
-        "hf://org/name/model.safetensors 2000",
-        "hf://org/name@v1/model.safetensors 2000",
-        "hf://org/name@v1/model.safetensors 2000",
-    ], done.stderr
-    ranged = [asked for asked in server.asked if "range" in asked.headers]
-    assert len(ranged) == 3 * 2
-    assert {asked.headers.get("authorization") for asked in ranged} == {"Bearer hf_secret"}
-    assert "hf_secret" not in done.stderr
+@pytest.fixture
+def constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Those of the Hub's client, which is online, and whose cache is empty."""
+    found = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(found, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(found, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return found
 
 
-def test_a_repository_without_an_owner_is_one(
-    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["org/name", "gpt2"])
+def test_a_repository_of_the_hub_is_a_folder(
+    server: RangeServer, constants: object, name: str
 ) -> None:
-    """As the oldest of the hub are named. A revision separates it from the name of a file."""
-    constants = pytest.importorskip("huggingface_hub.constants")
+    """The Hub's client lists it. Old ones have no owner: a revision separates them from a file."""
     tree = [{"type": "file", "path": "model.safetensors", "size": 1, "oid": "1" * 40}]
-    for kind, parts in ("models", ""), ("datasets", "datasets/"):
-        path = server.folder / f"api/{kind}/gpt2/tree/main"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(tree))
-        path = server.folder / f"{parts}gpt2/resolve/main/model.safetensors"
-        path.parent.mkdir(parents=True)
-        save_file({"w": torch.ones(2)}, path)
-        root = tmp_path / "cache" / f"{kind}--gpt2"
-        (root / "refs").mkdir(parents=True)
-        (root / "refs" / "main").write_text("0" * 40)
-        (root / "snapshots" / ("0" * 40)).mkdir(parents=True)
-        save_file({"c": torch.ones(2)}, root / "snapshots" / ("0" * 40) / "model.safetensors")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    options = {"endpoint": server.url()[:-1], "tries": 1}
-    names = "gpt2", "gpt2/", "gpt2@main", "gpt2@main/model.safetensors"
-    for url in [f"hf://{kind}{name}" for name in names for kind in ("", "models/", "datasets/")]:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        with torchlift.open(url, storage_options=options) as ckpt:
-            assert [*ckpt] == ["w"]
-            assert ckpt.path.endswith("gpt2@main/model.safetensors")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert [*torchlift.open(url)] == ["c"]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for url in "hf://gpt2@v2", "hf://gpt3", "hf://org/gpt2/sub":
+    for kind, start in ("models", ""), ("datasets", "datasets/"):
+        for revision in ("main", "v1"):
+            path = server.folder / f"api/{kind}/{name}/tree/{revision}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(tree))
+            path = server.folder / f"{start}{name}/resolve/{revision}/model.safetensors"
+            path.parent.mkdir(parents=True)
+            save_file({f"w{n}": torch.ones(2) for n in range(2_000)}, path)
+    options = {"endpoint": server.url()[:-1], "tries": 1, "token": "hf_secret"}
+    for start, rest in product(
+        ("", "models/", "datasets/"), ("", "/", "@main", "@main/model.safetensors", "@v1")
+    ):
+        server.forget()
+        with torchlift.open(f"hf://{start}{name}{rest}", storage_options=options) as ckpt:
+            assert len(ckpt) == 2_000
+            assert ckpt.path.endswith("/model.safetensors")
+        ranged = [asked.headers for asked in server.asked if "range" in asked.headers]
+        assert [each.get("authorization") for each in ranged] == ["Bearer hf_secret"] * 2
+    for url in f"hf://{name}@v2", "hf://gpt3", "hf://org/gpt2/sub":
         with pytest.raises(FileNotFoundError):
             torchlift.open(url, storage_options=options)
 
@@ -350,11 +292,10 @@ def test_a_repository_without_an_owner_is_one(
     ("status", "kind"), [(401, FileNotFoundError), (403, PermissionError), (400, ConnectionError)]
 )
 def test_a_hub_that_lists_nothing_is_an_error_without_its_text(
-    server: RangeServer, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[OSError]
-) -> None:
+    server: RangeServer, constants: Any, monkeypatch: pytest.MonkeyPatch, status: int,
+    kind: type[OSError],
+) -> None:  # fmt: skip
     """Which can repeat the token of the environment."""
-    constants = pytest.importorskip("huggingface_hub.constants")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
     def repeats(asked: Asked, answer: Answer) -> None:
@@ -369,17 +310,16 @@ def test_a_hub_that_lists_nothing_is_an_error_without_its_text(
     assert server.asked
 
 
+@pytest.mark.parametrize("name", ["org/name", "gpt2"])
 def test_the_cache_of_the_hub_is_read_if_it_is_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, constants: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """By each reader, without a request. Nothing is written into it."""
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(socket.socket, "connect", None)
     commit, state = "0" * 40, {f"w{n}": torch.ones(2) for n in range(4)}
     for kind in "models", "datasets":
-        root = tmp_path / "cache" / f"{kind}--org--name"
+        root = tmp_path / "cache" / f"{kind}--{name.replace('/', '--')}"
         folder = root / "snapshots" / commit
         for part in root / "refs", root / "blobs", folder / "sub":
             part.mkdir(parents=True)
@@ -389,9 +329,10 @@ def test_the_cache_of_the_hub_is_read_if_it_is_offline(
         for path in [*folder.glob("*.*"), folder / "sub" / "x.bin"]:
             path.rename(blob := root / "blobs" / f"{path.name}.blob")
             path.symlink_to(blob)
-    names = "", "@main", f"@{commit}", "/model.safetensors.index.json", "/sub", "/sub/x.bin"
-    urls = [f"hf://{kind}org/name{n}" for n in names for kind in ("", "models/", "datasets/")]
-    for url in urls:
+    parts = "/model.safetensors.index.json", "/sub", "/sub/x.bin"
+    parts = parts if name == "org/name" else [f"@main{part}" for part in parts]
+    for rest, kind in product(("", "@main", f"@{commit}", *parts), ("", "models/", "datasets/")):
+        url = f"hf://{kind}{name}{rest}"
         with torchlift.open(url) as ckpt:
             assert {*ckpt} == {*state}
             assert ckpt.path.startswith(str(tmp_path / "cache"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from valid_files import FORMATS
+from valid_files import FORMATS, write_valid
 
 from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
@@ -22,11 +22,7 @@ Read = Callable[[Callable[[int], bytes], int], bytes]
 @pytest.fixture(params=FORMATS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A file, or a directory, of each format."""
-    opened, make, seeds = FORMATS[request.param]
-    (tmp_path / "d").mkdir()
-    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
-        (tmp_path / "d" / name).write_bytes(content)
-    return tmp_path / "d" / opened
+    return write_valid(tmp_path / "d", request.param)
 
 
 def read(path: Path, monkeypatch: pytest.MonkeyPatch, answer: Read) -> Index:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
 import format_tables
-import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import gguf_writer
 from safetensors.torch import save_file
 from valid_files import FORMATS
 
@@ -54,13 +53,9 @@ def test_a_row_names_a_function() -> None:
 @pytest.mark.parametrize("count", [122, 123, 379])
 def test_a_number_of_tensors_is_not_taken_for_the_start_of_json(tmp_path: Path, count: int) -> None:
     """123 is the code of the brace that begins the header of safetensors."""
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    for number in range(count):
-        writer.add_tensor(f"t{number}", np.ones(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_writer(tmp_path / "x.gguf") as writer:
+        for number in range(count):
+            writer.add_tensor(f"t{number}", np.ones(1, np.float32))
     assert len(torchlift.open(tmp_path / "x.gguf")) == count
 
 
@@ -71,6 +66,7 @@ def test_a_number_of_tensors_is_not_taken_for_the_start_of_json(tmp_path: Path, 
         (".metadata", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "model_world_size_2_rank_0.pt"),
         (".metadata", "shard-00001-model-00001-of-00001.safetensors"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "pytorch_model.bin"),
         ("model_world_size_2_rank_0.pt", "model.safetensors.index.json"),
     ],
 )
@@ -81,15 +77,6 @@ def test_a_folder_of_two_formats_is_refused(tmp_path: Path, names: tuple[str, st
     with pytest.raises(FormatError, match="two checkpoints of one model") as caught:
         torchlift.open(tmp_path)
     assert set(str(caught.value.found).split(", ")) == set(names)
-
-
-def test_an_index_decides_which_slices_count(tmp_path: Path) -> None:
-    """Slices and an index beside them are no conflict, because an index names its files."""
-    save_file({"w": torch.ones(1)}, tmp_path / "whole.safetensors")
-    save_file({"w": torch.ones(1)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
-    index = {"weight_map": {"w": "whole.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torchlift.open(tmp_path)["w"].item() == 1
 
 
 def test_the_docs_list_each_format_once() -> None:

@@ -67,15 +67,6 @@ class Model(nn.Module):
         return self.two(self.one(self.inner(x))) + torch.tensor([1.0, 2.0, 3.0])
 
 
-@pytest.fixture(params=["script", "trace"])
-def path(request, tmp_path):
-    model, path = Model(), str(tmp_path / "model.pt")
-    script = request.param == "script"
-    made = torch.jit.script(model) if script else torch.jit.trace(model, torch.ones(3))
-    made.save(path)
-    return path
-
-
 #: Tensors of `Model` that no state dict has.
 ATTRIBUTES = {"inner.plain", "inner.many.0", "inner.many.1", "inner.point.1"}
 
@@ -117,16 +108,6 @@ class Constant(nn.Module):
     def forward(self, x):
         """Add it."""
         return x + torch.tensor([2.0, 3.0, 4.0])
-
-
-def test_a_model_loads_from_an_archive(path):
-    """Into the Python class, with what is no state left out by name."""
-    model = torchlift.skeleton(Model)
-    names = model.state_dict().keys()
-    torchlift.load(model, path, rename=lambda key: key if key in names else None)
-    assert torch.equal(model.two.weight, torch.jit.load(path).state_dict()["one.weight"])
-    assert model.two.weight is model.one.weight
-    assert torchlift.verify(path).ok
 
 
 class Others(nn.Module):

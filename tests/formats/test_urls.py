@@ -11,24 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from range_server import RangeServer, serving
-from valid_files import FORMATS
 
 import torchlift
 import torchlift.bench
 import torchlift.distributed
 from torchlift.errors import FormatError, NotFound
 from torchlift.formats.detect import read_index
-
-
-@pytest.fixture(params=FORMATS)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file, or a directory, of each format."""
-    opened, make, seeds = FORMATS[request.param]
-    folder = tmp_path / "served" / "d"
-    folder.mkdir(parents=True)
-    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
-        (folder / name).write_bytes(content)
-    return folder / opened
 
 
 @pytest.fixture

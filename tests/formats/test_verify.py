@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -184,50 +182,26 @@ def test_a_file_that_changes_after_the_index_was_read_is_an_integrity_error(path
     assert str(path) in str(caught.value)
 
 
-def test_verifying_loads_no_torch(path):
-    """It can be pointed at a file nobody trusts, and answers at once."""
-    code = (
-        "import sys, torchlift; ok = torchlift.verify(sys.argv[1]).ok; "
-        "print(ok, *(name in sys.modules for name in ('torch', 'numpy', 'urllib3')))"
-    )
-    shell = [sys.executable, "-c", code, str(path)]
-    source = str(Path(torchlift.__file__).parents[1])
-    found = subprocess.run(
-        shell, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source}
-    )
-    assert found.stdout.split() == ["True", "False", "False", "False"]
-
-
-def test_files_of_a_hub_cache_are_compared_with_what_the_hub_records(tmp_path: Path) -> None:
-    """The name of a blob is the SHA-256 of a large file."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_files_of_a_hub_cache_are_compared_with_what_the_hub_records(
+    tmp_path: Path, number: int
+) -> None:
+    """The name of a blob is the SHA-256 of a large file. A damaged one is named with both sums."""
     files = hub_files(tmp_path)
     snapshot = hub_cache(tmp_path, files)
     report = torchlift.verify(snapshot)
-    assert report.ok
     shards = {name: content for name, content in files.items() if not name.endswith(".json")}
+    assert report.ok
     assert report.records == tuple(str(snapshot / name) for name in shards)
     assert (len(report.checked), report.unchecked, report.unchecked_nbytes) == (2, (), 0)
-    assert report.nbytes == sum(map(len, shards.values()))
-    assert "checked: 2 storages and 2 other records" in str(report)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_damaged_file_of_a_hub_cache_is_named_with_both_sums(tmp_path: Path, number: int) -> None:
-    """Which of them it is, what the hub records and what the bytes have."""
-    files = hub_files(tmp_path)
-    snapshot = hub_cache(tmp_path, files)
     path = snapshot / [*files][number]
     expected, content = os.path.basename(os.readlink(path)), bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.resolve().write_bytes(content)
-    report = torchlift.verify(snapshot)
-    (failure,) = report.failed
+    (failure,) = torchlift.verify(snapshot).failed
     assert failure.name == str(path)
     assert failure.right == f"sha256 {expected}"
     assert failure.what == f"sha256 {hashlib.sha256(content).hexdigest()}"
-    assert not report.ok
-    assert "damaged: 1 of 4 checksums wrong" in str(report)
-    assert f"{path}: expected {failure.right}, found " in str(report)
 
 
 def test_a_file_of_a_hub_cache_with_checksums_of_its_own_is_compared_too(tmp_path: Path) -> None:

@@ -249,49 +249,55 @@ def test_thousands_of_chunks_are_not_compared_in_pairs(tmp_path: Path) -> None:
     assert "pieces of a tensor are missing" in third
 
 
-def test_chunks_in_many_dimensions_are_paid_for(tmp_path: Path) -> None:
+def _many_corners(path: Path) -> Path:
     """A box of forty dimensions has 2**40 corners."""
     shape, half = (2,) * 40, ((0,) * 40, (1,) + (2,) * 39)
     boxes = [half, *(((1,) * at + (0,) * (40 - at), (1,) * 40) for at in range(1, 40))]
-    stored = {("w", torch.Size(start)): b"x" for start, _ in (*boxes, ((0,) * 40, shape))}
-    path = write_dcp(tmp_path / "d", {"w": describe(shape, *boxes, ((0,) * 40, shape))}, stored)
-    ((_, _, answer),) = answers(path)
-    assert "expands to far more data than it stores" in answer
+    boxes.append(((0,) * 40, shape))
+    stored = {("w", torch.Size(start)): b"x" for start, _ in boxes}
+    return write_dcp(path / "d", {"w": describe(shape, *boxes)}, stored)
 
 
-def test_chunks_that_many_tensors_share_are_paid_for(tmp_path: Path) -> None:
+def _shared_chunks(path: Path) -> Path:
     """One list of ten thousand chunks in ten thousand tensors."""
-    described = describe((10_000,), *(((at,), (1,)) for at in range(10_000)))
-    tensors = {}
-    for at in range(10_000):
-        tensors[f"k{at}"] = describe((10_000,))
-        tensors[f"k{at}"].chunks = described.chunks
-    ((_, _, answer),) = answers(write_dcp(tmp_path / "d", tensors, {}))
-    assert "expands to far more data than it stores" in answer
+    tensors = {f"k{at}": describe((10_000,)) for at in range(10_000)}
+    chunks = describe((10_000,), *(((at,), (1,)) for at in range(10_000))).chunks
+    for each in tensors.values():
+        each.chunks = chunks
+    return write_dcp(path / "d", tensors, {})
 
 
-def test_descriptors_are_not_joined_a_million_times(tmp_path: Path) -> None:
+def _many_descriptors(path: Path) -> Path:
     """An error names the first few transforms of an item, clipped."""
     named = _StorageInfo("__0_0.distcp", 0, 0, ["z" * 100_000] * 100_000)
-    path = write_dcp(tmp_path / "d", {"w": describe((1,), ((0,), (1,)))}, {},
-                {MetadataIndex("w", (0,)): named})  # fmt: skip
-    ((_, _, answer),) = answers(path)
-    assert "a writer transformed" in answer
+    box = describe((1,), ((0,), (1,)))
+    return write_dcp(path / "d", {"w": box}, {}, {MetadataIndex("w", (0,)): named})
 
 
-def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
-    """A path of two long texts, made thousands of times."""
-    data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
-    ((_, _, answer),) = answers(_as_metadata(tmp_path, data))
-    assert "expands to far more data than it stores" in answer
-
-
-def test_attributes_that_many_modules_share_are_paid_for(tmp_path: Path) -> None:
+def _shared_attributes(path: Path) -> Path:
     """Of a script: one dict is the state of thousands of objects, each of which copies it."""
     state = b"}(" + b"".join(_int(at) + b"N" for at in range(10_000)) + b"uq\x000"
     data = b"\x80\x02" + state + b"c__torch__\nM\nq\x010](" + b"h\1)\x81h\0b" * 20_000 + b"e."
-    ((_, _, answer),) = answers(write_script(tmp_path / "x", None, data=data))
-    assert "expands to far more data than it stores" in answer
+    return write_script(path / "x", None, data=data)
+
+
+PAID = "expands to far more data than it stores"
+PLACES: list[tuple[Callable[[Path], Path], str]] = [
+    (_many_corners, PAID), (_shared_chunks, PAID), (_shared_attributes, PAID),
+    (_many_descriptors, "a writer transformed"),
+    # A path of two long texts, made thousands of times.
+    (lambda path: _as_metadata(
+        path, _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")), PAID),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), PLACES)
+def test_what_asks_for_much_is_paid_for(
+    tmp_path: Path, make: Callable[[Path], Path], words: str
+) -> None:
+    """By the bytes of the files, whatever is said of them."""
+    ((_, _, answer),) = answers(make(tmp_path))
+    assert words in answer
 
 
 def test_one_shard_is_read_once_however_it_is_spelled(

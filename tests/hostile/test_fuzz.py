@@ -13,7 +13,7 @@ from checkpoint_files import assert_in_bounds
 from guarded import answers, guard, look
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from valid_files import FORMATS, Parts, changed
+from valid_files import FORMATS, Parts, changed, write_valid
 
 #: A folder of a test is used for all examples: each writes all files again.
 _often = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -24,15 +24,6 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Parts]]:
     """For each format some files, as their parts."""
     folder = tmp_path_factory.mktemp("valid")
     return {name: list(seeds(folder / name)) for name, (_, _, seeds) in FORMATS.items()}
-
-
-def write(folder: Path, name: str, parts: Parts) -> Path:
-    """The files of a format that are put together from these parts; returns what to open."""
-    opened, make, _ = FORMATS[name]
-    folder.mkdir(exist_ok=True)
-    for file, content in make(parts).items():
-        (folder / file).write_bytes(content)
-    return folder / opened
 
 
 def examine(path: Path) -> None:
@@ -48,7 +39,7 @@ def test_what_was_not_changed_is_read(
     valid: dict[str, list[Parts]], tmp_path: Path, name: str
 ) -> None:
     """The files that are changed below are valid ones, and most have tensors."""
-    found = [write(tmp_path / str(at), name, parts) for at, parts in enumerate(valid[name])]
+    found = [write_valid(tmp_path / str(at), name, parts) for at, parts in enumerate(valid[name])]
     indexes = [look(str(path)) for path in found]
     assert sum(bool(index and index.entries) for index in indexes) >= len(found) / 2
 
@@ -64,7 +55,7 @@ def test_changed_parts_are_read_or_refused(
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(drawn))
         drawn[at] = changed(drawn[at], draw)
-    examine(write(tmp_path / "d", name, drawn))
+    examine(write_valid(tmp_path / "d", name, drawn))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -74,7 +65,7 @@ def test_changed_files_are_read_or_refused(
     valid: dict[str, list[Parts]], tmp_path: Path, name: str, seed: int, parts: st.DataObject
 ) -> None:
     """Bytes of a whole file: replaced, removed, moved or doubled, anywhere in it."""
-    path = write(tmp_path / "d", name, parts.draw(st.sampled_from(valid[name])))
+    path = write_valid(tmp_path / "d", name, parts.draw(st.sampled_from(valid[name])))
     draw = random.Random(seed)
     file = draw.choice(sorted(path.iterdir())) if path.is_dir() else path
     file.write_bytes(changed(file.read_bytes(), draw))
@@ -90,7 +81,7 @@ def test_damaged_files_take_neither_memory_nor_time(
         for name, files in valid.items():
             parts = [changed(part, draw) if draw.random() < 0.2 else part
                      for part in draw.choice(files)]  # fmt: skip
-            paths.append(write(tmp_path / f"{name}{at}", name, parts))
+            paths.append(write_valid(tmp_path / f"{name}{at}", name, parts))
     assert len(answers(*paths)) == len(paths)
 
 

@@ -8,9 +8,6 @@ import math
 import os
 import re
 import socket
-import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,7 +58,7 @@ def test_names_of_a_file_are_escaped_and_clipped_in_what_is_printed(tmp_path: Pa
         assert _is_clean(text), text[:200]
 
 
-def test_the_cause_of_a_broken_record_or_name_is_told(tmp_path: Path) -> None:
+def test_the_cause_of_a_broken_record_is_told(tmp_path: Path) -> None:
     """Never that the file is damaged, where it is known how."""
     path = tmp_path / "x.npz"
     header = "{'descr': '<f4', 'fortran_order': False, 'shape': (99,)}"
@@ -74,13 +71,6 @@ def test_the_cause_of_a_broken_record_or_name_is_told(tmp_path: Path) -> None:
     data[start : start + 8] = b"\xff" * 8
     path.write_bytes(bytes(data))
     with pytest.raises(FormatError, match=r"w\.npy': a compressed record is damaged; found Error"):
-        read_index(path)
-    torch.save({"\ud83d": torch.ones(1)}, path)
-    with pytest.raises(FormatError, match="not valid UTF-8"):
-        read_index(path)
-    header = b'{"\\ud83d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"x")
-    with pytest.raises(FormatError, match="surrogates not allowed"):
         read_index(path)
 
 
@@ -294,17 +284,3 @@ def _nothing_waits() -> Iterator[None]:
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-def test_inspect_prints_no_control_characters(tmp_path: Path) -> None:
-    """The command, too, for a file that is read and for one that is refused."""
-    good = write_zip(tmp_path / "good", {EVIL: tensor(), "o": EVIL})
-    bad = write_zip(tmp_path / "bad", {EVIL: tensor(numel=7)})
-    for path in (good, bad):
-        done = subprocess.run(
-            [sys.executable, "-m", "torchlift", "inspect", str(path)],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        assert done.returncode == (path is bad)
-        assert _is_clean(done.stdout + done.stderr)

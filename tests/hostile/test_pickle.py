@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 
 import pytest
-from checkpoint_files import Call, pickled, tensor, write_zip
+from checkpoint_files import pickled, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchlift.errors import FormatError
-from torchlift.formats.detect import read_index
 from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
 from torchlift.formats.unpickle import read_pickle
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "evil.pt"
-
-
-MARKER = "torchlift-executed-something"
-
-
-def test_a_blocked_global_does_not_hide_the_tensors(path, tmp_path):
-    """Tensors beside something unknown are listed, and the unknown key is named."""
-    marker = tmp_path / MARKER
-    state = {"w": tensor(), "evil": Call(os.system, f"touch {marker}"), "in": [1, {"x": print}]}
-    index = read_index(write_zip(path, state))
-    assert list(index.entries) == ["w"]
-    assert index.blocked_keys == {"evil": "posix.system", "in": "builtins.print"}
-    assert not marker.exists()
-
 
 _scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**63), st.floats(allow_nan=False), st.text(),

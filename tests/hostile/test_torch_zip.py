@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from checkpoint_files import Call, StorageId, tensor, write_safetensors, write_zip
+from checkpoint_files import Call, StorageId, tensor, write_zip
 from damaged_files import refused
 
 import torchlift
@@ -168,11 +168,3 @@ def test_a_huge_tensor_on_meta_or_of_few_values_takes_no_memory(path):
         assert ckpt["m"].is_meta
         assert ckpt["s"].shape == (1 << 30, 1 << 30)
         assert ckpt.nbytes == 48
-
-
-def test_the_suffix_does_not_matter(tmp_path):
-    """The content decides the format."""
-    index = read_index(write_zip(tmp_path / "x.safetensors", {"w": tensor()}))
-    assert index.format == "torch-zip"
-    write_safetensors(tmp_path / "x.pt", {})
-    assert read_index(tmp_path / "x.pt").format == "safetensors"

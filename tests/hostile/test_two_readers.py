@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import collections
-import io
 import struct
 import tarfile
-import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,64 +22,16 @@ from checkpoint_files import (
     write_zip,
 )
 from damaged_files import refused
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from second_readers import OWNERS, Refused, by_owner, differences, made, valid
+from second_readers import OWNERS, Refused, by_owner, differences, made, tensors, valid
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_parameter_with_state
-from zoo import same
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
 from torchlift.formats.torch_pickle import ACTING
 
 _END, _LOCATOR64, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
-
-
-def _tensors(value: Any, key: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of nested containers by their dotted keys."""
-    if isinstance(value, torch.Tensor):
-        return {key or "tensor": value}
-    items = value.items() if isinstance(value, dict) else []
-    if isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    return {
-        name: found
-        for at, item in items
-        for name, found in _tensors(item, f"{key}.{at}" if key else str(at)).items()
-    }
-
-
-def _by_torch(path: Path) -> dict[str, torch.Tensor] | None:
-    """The tensors that torch reads, or None where it refuses the file."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pickle protocols
-        try:
-            return _tensors(torch.load(path, weights_only=True))
-        except Exception:
-            return None  # torch raises whatever its C++ and Python code does
-
-
-def _by_us(path: Path) -> dict[str, torch.Tensor] | None:
-    try:
-        with torchlift.open(path) as ckpt:
-            return ckpt.state_dict()
-    except CheckpointError:
-        return None
-
-
-def _agree(path: Path) -> bool:
-    """Whether both read the same, or one refuses the file."""
-    ours, theirs = _by_us(path), _by_torch(path)
-    return ours is None or theirs is None or _same(ours, theirs)
-
-
-def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        same(ours[key], tensor) and ours[key].stride() == tensor.stride()
-        for key, tensor in theirs.items()
-    )
 
 
 def _archive(directory: Path, fill: float) -> bytes:
@@ -131,9 +80,7 @@ def test_torch_reads_the_second_of_two_archives(tmp_path: Path) -> None:
     both, first, second = _two_in_one(tmp_path)
     for at, place in enumerate((first, second)):
         (tmp_path / "x.pt").write_bytes(both + _end(*place))
-        found = _by_torch(tmp_path / "x.pt")
-        assert found is not None
-        assert found["w"][0] == at + 1
+        assert torch.load(tmp_path / "x.pt")["w"][0] == at + 1
 
 
 def _comment_that_does_not_fit(directory: Path) -> bytes:
@@ -265,8 +212,7 @@ def test_a_pickle_that_means_something_else_to_torch_is_refused(tmp_path: Path, 
 def test_torch_takes_the_type_of_a_storage_from_where_it_meets_it_first(tmp_path: Path) -> None:
     """That is why two types are refused: the second tensor would not be of its own."""
     data, _ = CRAFTED["two types of one storage"]
-    found = _by_torch(write_zip(tmp_path / "x.pt", data=data))
-    assert found is not None
+    found = torch.load(write_zip(tmp_path / "x.pt", data=data))
     assert found["v"].dtype == torch.float32
 
 
@@ -278,7 +224,7 @@ def test_what_is_put_into_an_argument_later_is_not_in_the_copy(tmp_path: Path, k
     path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
     assert list(read_index(path).entries) == ["0.b", "2.b"]
     if kind == b"Counter":
-        assert list(_by_torch(path) or {}) == ["0.b", "2.b"]
+        assert [key for key, _ in tensors(torch.load(path))] == ["0.b", "2.b"]
 
 
 @pytest.mark.parametrize("name", ACTING)
@@ -318,62 +264,6 @@ def test_attributes_of_ones_own_do_not_hide_a_tensor(tmp_path: Path) -> None:
     parameter.tag = "x"  # type: ignore[attr-defined]
     torch.save({"p": parameter}, tmp_path / "x.pt")
     assert list(read_index(tmp_path / "x.pt").entries) == ["p"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """Archives without checksums, so that what is changed reaches the readers."""
-    base = torch.arange(24.0).reshape(2, 12)
-    ties = {"a": base, "b": base[1], "c": base.t(), "n": {"d": [base[0, :3], 3]}}
-    states = [
-        ties, torch.nn.Linear(3, 2).state_dict(), {"p": torch.nn.Parameter(base), "h": base.half()}
-    ]  # fmt: skip
-    found = []
-    for state in states:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        data = bytearray(buffer.getvalue())
-        at = data.find(b"PK\1\2")
-        while at >= 0:
-            struct.pack_into("<I", data, at + 16, 0)
-            at = data.find(b"PK\1\2", at + 4)
-        found.append(bytes(data))
-    return found
-
-
-_OPCODES = b"()0123.KMJXcRQbt}]aseuhqjr\x85\x86\x87\x88\x89\x81"
-
-
-@settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_a_changed_file_shows_what_torch_reads(
-    corpus: list[bytes], tmp_path: Path, data: st.DataObject
-) -> None:
-    """Bytes changed in the pickle, the headers, the directory or the end: the same, or refused."""
-    content = bytearray(data.draw(st.sampled_from(corpus)))
-    pickle_start = content.find(b"\x80\2")
-    directory = content.find(b"PK\1\2")
-    areas = [(pickle_start, content.find(b"PK\7\x08")), (directory, len(content)),
-             (len(content) - 98, len(content)), (0, len(content))]  # fmt: skip
-    for _ in range(data.draw(st.integers(1, 4))):
-        start, stop = data.draw(st.sampled_from(areas))
-        at = data.draw(st.integers(start, stop - 1))
-        kind = data.draw(st.sampled_from(["opcode", "bit", "byte", "copy"]))
-        if kind == "opcode":
-            content[at] = data.draw(st.sampled_from(_OPCODES))
-        elif kind == "bit":
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif kind == "byte":
-            content[at] = data.draw(st.sampled_from([0, 1, 2, 4, 0x20, 0x7F, 0xFF]))
-        else:  # opcodes over opcodes, and records over records, of one length
-            source = data.draw(st.integers(start, stop - 1))
-            length = min(data.draw(st.integers(1, 12)), stop - max(at, source))
-            content[at : at + length] = content[source : source + length]
-    path = tmp_path / "x.pt"
-    path.write_bytes(bytes(content))
-    assert _agree(path)
 
 
 # Pickles whose meaning depends on when or how something is looked at: name -> opcodes. ------------
@@ -466,7 +356,7 @@ def test_the_state_of_a_subclass_is_that_at_the_call(tmp_path: Path) -> None:
 
 #: Format -> files of it that each test run compares; what takes long to read is compared less.
 _COUNTS = {
-    "programs": 500, "wide programs": 500, "legacy programs": 250, "torch-zip": 150,
+    "programs": 500, "wide programs": 500, "legacy programs": 250, "torch-zip": 300,
     "torch-legacy": 150, "torchscript": 30, "safetensors": 300,
     "dcp": 20, "gguf": 8, "npz": 100, "npy": 200,
 }  # fmt: skip

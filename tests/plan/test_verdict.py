@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_loads import look
+from random_doors import look
 from small_models import saved
 from torch import nn
 

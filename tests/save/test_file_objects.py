@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from full_disk import file_size_limit
 from pairwise import pairwise
 from safetensors.torch import load
 
@@ -158,18 +159,9 @@ def test_after_a_save_a_file_goes_on_behind_it(mode: str, buffering: int, tmp_pa
     assert path.read_bytes() == old[:start] + written + old[start + len(written) :]
 
 
-@pytest.fixture
-def limit_size() -> Iterator[Callable[[int], None]]:
-    """Limit the size of files, which a disk that gets full looks like."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pairwise(buffering=[0, -1], lacking=[1, 100, 9000, 60000], behind=[0, 500, 5000])
 def test_on_a_full_disk_a_file_keeps_its_old_content(
-    buffering: int, lacking: int, behind: int, limit_size: Callable[[int], None], tmp_path: Path
+    buffering: int, lacking: int, behind: int, tmp_path: Path
 ) -> None:
     """Whichever byte is the first without room, and however much old content is overwritten."""
     state, saved, path = {"w": torch.ones(16384)}, io.BytesIO(), tmp_path / "x"
@@ -178,8 +170,8 @@ def test_on_a_full_disk_a_file_keeps_its_old_content(
     path.write_bytes(old)
     with path.open("r+b", buffering=buffering) as file:
         file.seek(start)
-        limit_size(start + len(saved.getvalue()) - lacking)
-        with pytest.raises(CheckpointError) as caught:
+        limit = start + len(saved.getvalue()) - lacking
+        with file_size_limit(limit), pytest.raises(CheckpointError) as caught:
             torchlift.save(state, file)
         assert caught.value.file == str(path)
         assert file.tell() == start

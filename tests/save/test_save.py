@@ -10,7 +10,7 @@ import random
 import shutil
 import warnings
 from collections import OrderedDict, defaultdict
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hub_files import damage
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from limits import limits
@@ -31,7 +32,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from zoo import Tied, same
 
 import torchlift
-from torchlift._transfer.files import Files
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 
 #: format -> the name to save under.
@@ -74,19 +74,6 @@ def theirs(path: Path, format: str, like: dict[str, torch.Tensor]) -> dict[str, 
     return found
 
 
-class Calls:
-    """How often functions of the system were called, and with how many bytes."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
-        self.sizes: dict[str, list[int]] = {name: [] for name in names}
-        for name in names:
-            patch.setattr(os, name, partial(self._noted, name, getattr(os, name)))
-
-    def _noted(self, name: str, call: Any, descriptor: int, data: Any, *rest: Any) -> Any:
-        self.sizes[name].append(sum(map(len, data)) if name == "preadv" else len(data))
-        return call(descriptor, data, *rest)
-
-
 @each_format
 @pytest.mark.parametrize("checksum", [True, False])
 def test_small_tensors_are_written_together(
@@ -96,40 +83,16 @@ def test_small_tensors_are_written_together(
     state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(1000)}
     state["large"] = torch.arange(100_000)
     path = tmp_path / NAMES[format]
+    sizes, true = list[int](), os.pwrite
     with monkeypatch.context() as patch:
-        calls = Calls(patch, "pwrite")
+        patch.setattr(os, "pwrite", lambda f, *a: sizes.append(len(a[0])) or true(f, *a))
         report = torchlift.save(state, path, format=format, checksum=checksum)
     nbytes = sum(os.path.getsize(file) for file in report.files)
-    assert sum(calls.sizes["pwrite"]) <= nbytes + 500  # and a journal; nothing is written twice
-    assert len(calls.sizes["pwrite"]) < nbytes / (128 << 10) + 12
+    assert sum(sizes) <= nbytes + 500  # and a journal; nothing is written twice
+    assert len(sizes) < nbytes / (128 << 10) + 12
     found = theirs(path, format, state)
     assert all(same(found[key], value) for key, value in state.items())
     assert torchlift.verify(path).ok
-
-
-@pytest.mark.parametrize("names", [("x.pt", "y.safetensors"), ("x.safetensors", "y.pt")])
-def test_of_small_tensors_each_is_read_by_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
-) -> None:
-    """To convert them, without a map: what is cut off meanwhile is an error."""
-    src, dst = (tmp_path / name for name in names)
-    state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(500)}
-    torchlift.save(state, src)
-    with monkeypatch.context() as patch:
-        patch.setattr(Files, "map", None)
-        calls = Calls(patch, "preadv", "pwrite")
-        # Their checksums, which a cast does not have compared on the way, are another read.
-        torchlift.convert(src, dst, dtype="bfloat16", verify=False)
-        assert calls.sizes["preadv"].count(1024) == 500
-        assert len(calls.sizes["pwrite"]) < 12
-        torchlift.convert(src, dst, overwrite=True)
-    assert torchlift.diff(src, dst).equal
-    before = dst.read_bytes()
-    with torchlift.open(src) as ckpt:
-        os.truncate(src, os.path.getsize(src) - 2000)
-        with pytest.raises(IntegrityError, match="the file changed after it was opened"):
-            torchlift.save(ckpt, dst)
-    assert dst.read_bytes() == before
 
 
 @each_format
@@ -323,19 +286,6 @@ def test_views_that_overlap_share_a_storage_in_a_torch_file(tmp_path: Path) -> N
         assert torch.equal(value, state[key])
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_views_of_another_dtype_are_told(tmp_path: Path, name: str) -> None:
-    """Their memory is one, and in the file it is not."""
-    real, number = torch.ones(4), torch.ones(3, dtype=torch.complex64)
-    state = {
-        "a": real, "tied": real, "bits": real.view(torch.int32), "apart": torch.ones(4),
-        "c": number, "real": torch.view_as_real(number), "conj": number.conj(),
-    }  # fmt: skip
-    expected = {"bits": "a", "real": "c", "conj": "c"}
-    expected = {key: f"shares no memory with {kept} any more" for key, kept in expected.items()}
-    assert torchlift.save(state, tmp_path / name).lost == expected
-
-
 def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> None:
     """A torch file and safetensors have its values only. torch.save writes all of the memory."""
     large = torch.arange(100_000.0)
@@ -443,22 +393,6 @@ def test_arrays_and_random_states_are_plain_data(tmp_path: Path, door: str) -> N
         assert np.random.Generator(bits).random() == np.random.Generator(again).random()
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array([object()]),
-        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
-        np.array(["2026-01-01"], dtype="datetime64[ns]"),
-        np.ma.masked_array([1, 2], [False, True]),
-    ],
-)
-def test_an_array_that_no_list_tells_is_refused(tmp_path: Path, array: Any) -> None:
-    """Of objects, of fields, of times, with a mask: a list would not say what it was."""
-    with pytest.raises(PlacementError, match=r"'a'.*numpy.*torch\.from_numpy makes a tensor"):
-        torchlift.save({"a": array}, tmp_path / "x.pt")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_training_s_state_comes_back_as_it_was(tmp_path: Path) -> None:
     """Integer keys, lists and plain data, with weights_only; and the optimizer goes on from it."""
     state = training()
@@ -496,17 +430,8 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
     assert found["optimizer"]["param_groups"] == state["optimizer"].state_dict()["param_groups"]
     assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"],
                        state["optimizer"].state_dict()["state"][0]["exp_avg"])  # fmt: skip
-    by_us = torchlift.convert(tmp_path / "x", tmp_path / "ours.pt")
-    ours = torch.load(tmp_path / "ours.pt", weights_only=True)
-    assert not by_us.lost
-    assert ours.keys() == found.keys()
-    assert ours["optimizer"].keys() == found["optimizer"].keys()
-    assert ours["optimizer"]["state"].keys() == {"0", "1", "2"}
-    assert ours["model"].keys() == state["model"].state_dict().keys()
-    assert torch.equal(ours["lists"][1]["inner"][0], torch.zeros(3))
-    for key in ("history", "dtype", "device", "size", "seen", "empty"):
-        assert ours[key] == state[key]
-    assert torchlift.diff(tmp_path / "x", tmp_path / "ours.pt").equal
+    torchlift.convert(tmp_path / "x", tmp_path / "ours.pt")
+    assert same(torch.load(tmp_path / "ours.pt", weights_only=True), found)
     model = {"model": {k: torch.zeros_like(v) for k, v in state["model"].state_dict().items()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -516,17 +441,68 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
 
 
 def test_safetensors_hold_tensors_only(tmp_path: Path) -> None:
-    """Plain data is an error that names it; containers become dotted names, which is told."""
-    path = tmp_path / "x.safetensors"
+    """Plain data is an error that names it."""
     with pytest.raises(PlacementError, match=r"'step': cannot be stored in a safet.* found int"):
-        torchlift.save({"model": {"w": torch.ones(2)}, "step": 7}, path)
+        torchlift.save({"model": {"w": torch.ones(2)}, "step": 7}, tmp_path / "x.safetensors")
     assert os.listdir(tmp_path) == []
-    report = torchlift.save({"model": {0: torch.ones(2)}, "list": [torch.ones(3)]}, path)
-    assert report.lost == {
-        "model": "names that are not text become text",
-        "list": "a list, whose positions become names",
-    }
-    assert load_file(path).keys() == {"model.0", "list.0"}
+
+
+class Moments(NamedTuple):
+    """A named tuple, as optimizers in functional style have."""
+
+    mean: torch.Tensor
+    count: int
+
+
+def other_views() -> dict[str, torch.Tensor]:
+    """Tensors whose memory is one, and in a file it is not, since dtypes differ."""
+    real, number = torch.ones(4), torch.ones(3, dtype=torch.complex64)
+    return {
+        "a": real, "tied": real, "bits": real.view(torch.int32), "apart": torch.ones(4),
+        "c": number, "real": torch.view_as_real(number), "conj": number.conj(),
+    }  # fmt: skip
+
+
+def noted() -> dict[str, torch.Tensor]:
+    """Tensors of classes and with attributes of their own; those of parameters are not lost."""
+    one, wrapped, parameter = torch.ones(1), TwoTensor(ONE, ONE), nn.Parameter(ONE)
+    for tensor in (one, wrapped, parameter):
+        tensor.note = "x"  # type: ignore[attr-defined]
+    other = torch.ones(1).as_subclass(type("Plain", (torch.Tensor,), {}))
+    return {"a": one, "b": wrapped, "c": parameter, "d": other, "e": nn.Buffer(ONE)}
+
+
+ONE = torch.ones(1)
+TUPLE, NOTE = "a tuple, which becomes a list", "attributes, which are left out: note"
+APART = {"bits": "a", "real": "c", "conj": "c"}
+APART = {key: f"shares no memory with {kept} any more" for key, kept in APART.items()}
+#: A state, and for formats what its report says at least. It says nothing if that is empty.
+LOST: list[tuple[Callable[[], Any], dict[str, dict[str, str]]]] = [
+    (other_views, {"torch-zip": APART, "safetensors": APART}),
+    (noted, {"torch-zip": {"a": NOTE, "b": NOTE, "d": "a Plain, which becomes a Tensor"}}),
+    (lambda: {"model": {0: ONE}, "list": [ONE]}, {
+        "safetensors": {"model": "names that are not text become text",
+                        "list": "a list, whose positions become names"}, "torch-zip": {}}),
+    (lambda: {"t": (ONE, 2 * ONE)}, {"dcp": {"t": TUPLE}, "torch-zip": {}}),
+    (lambda: (ONE, 2 * ONE), {"dcp": {"(all)": TUPLE}, "torch-zip": {}}),
+    (lambda: MappingProxyType({"a": defaultdict(list, {"w": ONE}), "m": [ONE]}), {
+        format: {"(all)": "a mappingproxy, which becomes a dict",
+                 "a": "a defaultdict, which becomes a dict"} for format in NAMES}),
+    (lambda: {"m": [Moments(ONE, 3)], "p": [defaultdict(int, {"x": 1})]}, {
+        "torch-zip": {"m.0": "a Moments, which becomes a tuple"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "told"), LOST)
+def test_what_a_format_changes_is_reported(
+    tmp_path: Path, make: Callable[[], Any], told: dict[str, dict[str, str]]
+) -> None:
+    """Names, containers, classes, attributes and shared memory; the tensors are there."""
+    for format, lost in told.items():
+        report = torchlift.save(make(), tmp_path / format / NAMES[format], format=format)
+        assert report.lost.items() >= lost.items()
+        assert lost or not report.lost
+        assert len(torchlift.open(report.path)) >= 1
 
 
 def test_a_bare_tensor_a_list_and_nothing_are_states_too(tmp_path: Path) -> None:
@@ -613,7 +589,7 @@ def test_a_key_that_is_saved_can_be_read(
     "key", [2**64, -(2**63) - 1, 2**70, pytest.param(10**5000, id="huge"), (2**70,)]
 )
 def test_a_key_that_no_reader_takes_is_refused(tmp_path: Path, format: str, key: object) -> None:
-    """Before anything is written, to a file object and by a Keeper too. The hint is followed."""
+    """Before anything is written, to a file object too. The hint is followed."""
     for state in {key: torch.ones(2)}, {"a": {"b": {key: torch.ones(2)}}}, {"a": {"b": {key: 1}}}:
         with pytest.raises(PlacementError) as met:
             torchlift.save(state, tmp_path / NAMES[format], format=format)
@@ -621,9 +597,6 @@ def test_a_key_that_no_reader_takes_is_refused(tmp_path: Path, format: str, key:
         assert met.value.entry in (None, "a.b")
         with pytest.raises(PlacementError):
             torchlift.save(state, io.BytesIO())
-    with pytest.raises(PlacementError), torchlift.Keeper(tmp_path / "runs") as keeper:
-        keeper.save(1, weights={key: torch.ones(2)})
-    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     assert os.listdir(tmp_path) == []
     torchlift.save({str(hash(key)): torch.ones(2)}, tmp_path / NAMES[format], format=format)
     assert len(torchlift.open(tmp_path / NAMES[format])) == 1
@@ -637,47 +610,64 @@ def test_a_key_of_any_size_is_compared_in_memory() -> None:
     assert torchlift.digest(a) != torchlift.digest(b)
 
 
-class Moments(NamedTuple):
-    """A named tuple, as optimizers in functional style have."""
-
-    mean: torch.Tensor
-    count: int
-
-
-@each_format
-def test_mappings_and_named_tuples_are_saved_as_what_they_hold(tmp_path: Path, format: str) -> None:
-    """And the report says what they were."""
-    inner = defaultdict(list, {"w": torch.ones(2)})
-    plain = format in ("torch-zip", "dcp")
-    state: dict[str, Any] = {
-        "a": inner,
-        "m": [Moments(torch.ones(1), 3)] if plain else [torch.ones(1)],
-    }
-    if plain:
-        state["p"] = [defaultdict(int, {"x": 1})]
-    report = torchlift.save(MappingProxyType(state), tmp_path / NAMES[format], format=format)
-    assert report.lost["(all)"] == "a mappingproxy, which becomes a dict"
-    assert report.lost["a"] == "a defaultdict, which becomes a dict"
-    with torchlift.open(tmp_path / NAMES[format]) as ckpt:
-        assert ckpt["a.w"].tolist() == [1, 1]
-        assert ckpt["m.0.0" if plain else "m.0"].tolist() == [1]
-    if format == "torch-zip":
-        assert report.lost["m.0"] == "a Moments, which becomes a tuple"
-        found = torch.load(tmp_path / NAMES[format], weights_only=True)
-        assert (type(found["a"]), found["m"][0][1], found["p"]) == (dict, 3, [{"x": 1}])
-    elif not plain:
-        refused = pytest.raises(PlacementError, match="'o': cannot be stored in a safetensors file")
-        with refused:
-            torchlift.save({"o": Opaque()}, tmp_path / NAMES[format], format=format)
+def _levels(count: int, inner: object = ()) -> object:
+    for _ in range(count):
+        inner = [inner]
+    return inner
 
 
-def test_lists_that_share_lists_take_the_time_of_what_they_are(tmp_path: Path) -> None:
-    """No reader takes what they unfold to."""
-    shared: list[Any] = [1]
-    for _ in range(40):
-        shared = [shared, shared]
-    with pytest.raises(PlacementError, match=r"'x': .* expands to far more data than it stores"):
-        torchlift.save({"x": shared}, tmp_path / "x.pt")
+def _doubled(levels: int) -> list[Any]:
+    """A list that unfolds to two to the power of its levels."""
+    found: list[Any] = [1]
+    for _ in range(levels):
+        found = [found, found]
+    return found
+
+
+def _around_itself() -> list[Any]:
+    made: list[Any] = [1, "x"]
+    made.append({"back": made})
+    return made
+
+
+#: What no reader would read back, or no list could say -> words of the error.
+UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "inside itself": (_around_itself, "contain themselves; expected at most 90 levels"),
+    "91 levels": (lambda: _levels(90, []), "at most 90 levels"),
+    "100,000 levels": (lambda: _levels(100_000), "at most 90 levels"),
+    "shared lists": (lambda: _doubled(40), "expands to far more data than it stores"),
+    "a long integer": (lambda: [1, -(2**2039)], "an integer is too long"),
+    "a lone surrogate": (lambda: ["\ud800"], "a text is not valid UTF-8"),
+    "a name of one": (lambda: [{"\ud800": 1}], "a text is not valid UTF-8"),
+    "a large key": (lambda: [{2**64: 1}], "integer of more than 64 bits"),
+    "a large tuple": (lambda: [{(1,) * 65: 1}], "a large or deeply nested tuple"),
+    "objects": (lambda: np.array([object()]), r"numpy.*torch\.from_numpy"),
+    "fields": (lambda: np.array([(1, 2.0)], "i4,f4"), r"numpy.*torch\.from_numpy"),
+    "times": (lambda: np.array(["2026-01-01"], "M8[ns]"), r"numpy.*torch\.from_numpy"),
+    "a mask": (lambda: np.ma.masked_array([1], [True]), r"numpy.*torch\.from_numpy"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_value_that_no_reader_would_read_back_is_refused(tmp_path: Path, name: str) -> None:
+    """Before there is a file that says nothing is wrong with it."""
+    make, words = UNREADABLE[name]
+    with pytest.raises(PlacementError, match=words):
+        torchlift.save({"k": make(), "w": torch.ones(1)}, tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
+    """By torch and by torchlift; a container in two places is not one that contains itself."""
+    twice = [1, [2]]
+    values = {
+        "deep": _levels(89, []), "wide": [2**1015 - 1, 1 - 2**1015],
+        "twice": [twice, twice, {"a": twice}],
+        "keys": [{(1, "a"): 1, 2**64 - 1: 2, "\U0001f600": 3}],
+    }  # fmt: skip
+    torchlift.save(values, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == values
+    assert torchlift.open(tmp_path / "x.pt").objects["wide"] == values["wide"]
 
 
 def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
@@ -688,14 +678,6 @@ def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     torchlift.save({"a": torch.ones(1).expand(10**6)}, tmp_path / "x.pt")
     assert torchlift.open(tmp_path / "x.pt")["a"].shape == (10**6,)
-
-
-def test_containers_that_contain_themselves_are_refused(tmp_path: Path) -> None:
-    """Instead of following them."""
-    state: dict[str, Any] = {"w": torch.ones(1)}
-    state["again"] = state
-    with pytest.raises(PlacementError, match="nest too deep, or contain themselves"):
-        torchlift.save(state, tmp_path / "x.pt")
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
@@ -756,13 +738,6 @@ def test_transformers_reads_one_file_and_shards(tmp_path: Path) -> None:
             assert torch.equal(found.state_dict()[key], value), key
 
 
-def damage(path: Path, at: int) -> None:
-    """Flip a bit."""
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_flipped_bit_of_safetensors_is_found(tmp_path: Path) -> None:
     """By verify and by load, whose model stays as it was; in the header, by open."""
     model, path = nn.Linear(3, 2), tmp_path / "x.safetensors"
@@ -806,9 +781,6 @@ def test_a_checkpoint_is_saved_with_what_it_holds(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "y.pt").keys() == {"w"}
 
 
-ONE = torch.ones(1)
-
-
 def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
     """Not on which equal strings are one object, nor on the order that hashes give a set."""
     words = ["storage", "cpu", "latin1", "0", "a", "_metadata", "w"]
@@ -827,25 +799,6 @@ def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
         assert found["i"][0]._metadata == inner._metadata
         assert found["s"] == few
     assert files[0] == files[1]
-
-
-@pytest.mark.parametrize(
-    ("state", "dcp", "names"),
-    [
-        ({"t": (ONE, 2 * ONE)}, {"t": "a tuple, which becomes a list"}, "t.0 t.1"),
-        ((ONE, 2 * ONE), {"(all)": "a tuple, which becomes a list"}, "0 1"),
-    ],
-)
-def test_names_and_containers_that_a_format_changes_are_reported(
-    tmp_path: Path, state: Any, dcp: dict[str, str], names: str
-) -> None:
-    """A tuple that is a list in DCP; a torch file keeps it."""
-    report = torchlift.save(state, tmp_path / "d", format="dcp")
-    assert {key: report.lost.get(key) for key in dcp} == dcp
-    report = torchlift.save(state, tmp_path / "x.safetensors")
-    assert report.lost.keys() >= dcp.keys()
-    assert list(load_file(tmp_path / "x.safetensors")) == names.split()
-    assert not {*torchlift.save(state, tmp_path / "x.pt").lost} & dcp.keys()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -878,20 +831,6 @@ def test_a_checkpoint_is_saved_onto_itself(tmp_path: Path, format: str) -> None:
     assert torchlift.diff({key: value + 1 for key, value in state.items()}, path).equal
     assert torchlift.verify(path).ok
     assert len(list(folder.rglob("*"))) == count
-
-
-def test_what_a_tensor_is_beside_its_values_is_reported(tmp_path: Path) -> None:
-    """A class of its own, and attributes; those of parameters are marks of a training."""
-    noted, wrapped, parameter = torch.ones(1), TwoTensor(ONE, ONE), nn.Parameter(ONE)
-    for tensor in (noted, wrapped, parameter):
-        tensor.note = "x"  # type: ignore[attr-defined]
-    other = torch.ones(1).as_subclass(type("Plain", (torch.Tensor,), {}))
-    state = {"a": noted, "b": wrapped, "c": parameter, "d": other, "e": nn.Buffer(ONE)}
-    assert torchlift.save(state, tmp_path / "x.pt").lost == {
-        "a": "attributes, which are left out: note",
-        "b": "attributes, which are left out: note",
-        "d": "a Plain, which becomes a Tensor",
-    }
 
 
 def test_a_folder_is_listed_as_often_for_many_files_as_for_few(tmp_path, monkeypatch):
@@ -956,14 +895,3 @@ def test_a_file_that_replaces_another_one_has_its_rights(mode: int, tmp_path: Pa
     path.chmod(mode)
     torchlift.save({"w": torch.zeros(2)}, path)
     assert path.stat().st_mode & 0o777 == mode
-
-
-def test_a_list_of_numbers_under_very_many_keys_is_refused(tmp_path: Path) -> None:
-    """No list of numbers is read back to check it, but one that occurs again is."""
-    numbers = [*range(2000)]
-    state = {f"k{at}": numbers for at in range(20_000)}
-    with pytest.raises(PlacementError, match="expands to far more data than it stores"):
-        torchlift.save({**state, "w": torch.ones(1)}, tmp_path / "x.pt")
-    few = {"k": numbers, "again": [numbers, [*numbers, 1.5]], "w": torch.ones(1)}
-    torchlift.save(few, tmp_path / "x.pt")
-    assert torchlift.open(tmp_path / "x.pt").objects["again"] == few["again"]

@@ -9,10 +9,14 @@ import struct
 import tarfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import gguf
 import torch
+from kinds import KINDS
 from torch._utils import _rebuild_tensor_v2
 from zoo import parts_of, same
 
@@ -132,46 +136,21 @@ def write_legacy(
     return path
 
 
-class TarId(StorageId):
-    """Pickled as the number of a tensor, as files of torch 0.1 refer to it."""
+class OddId(StorageId):
+    """Pickled as a persistent id that is not a tuple."""
 
-    def __init__(self, number: object) -> None:
-        self.identity = number  # type: ignore[assignment]
+    def __init__(self, identity: object) -> None:
+        self.identity = identity  # type: ignore[assignment]
 
 
-def tar_members(
-    obj: object,
-    storages: Sequence[tuple[object, object, object, int, bytes]],
-    tensors: Sequence[tuple[object, object, tuple[int, ...], tuple[int, ...], int]],
-    views: object = (),
-) -> dict[str, bytes]:
-    """The members of a tar as torch 0.1 wrote it.
-
-    Args:
-        obj: may refer to a tensor by a `TarId` of its key.
-        storages: (key, location, type, count, bytes).
-        tensors: (key, key of its storage, sizes, strides, offset).
-        views: (key, key of the storage, offset, size).
-    """
-    of_storages = [pickled(len(storages))]
-    for key, location, kind, count, values in storages:
-        of_storages += [pickled((key, location, kind)), struct.pack("<q", count), values]
-    of_storages.append(pickled(list(views)))
-    of_tensors = [pickled(len(tensors))]
-    for key, storage, size, stride, offset in tensors:
-        of_tensors.append(pickled((key, storage, torch.FloatTensor)))
-        of_tensors.append(struct.pack("<i4x", len(size)))
-        of_tensors.append(struct.pack(f"<{2 * len(size) + 1}q", *size, *stride, offset))
-    return {
+def write_tar(path: Path, obj: object) -> Path:
+    """A tar of torch 0.1 around an object without tensors."""
+    members = {
         "sys_info": pickled({"protocol_version": 1000, "little_endian": True}),
         "pickle": pickled(obj),
-        "storages": b"".join(of_storages),
-        "tensors": b"".join(of_tensors),
+        "storages": pickled(0) + pickled([]),
+        "tensors": pickled(0),
     }
-
-
-def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
-    """A tar of files."""
     with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
@@ -179,6 +158,22 @@ def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
             info.mtime = 1_480_000_000.25  # type: ignore[assignment]  # as of a real file
             archive.addfile(info, io.BytesIO(content))
     return path
+
+
+@contextmanager
+def gguf_writer(path: Path, **options: Any) -> Iterator[gguf.GGUFWriter]:
+    """A writer of llama.cpp's package for a file, which is complete when the block ends."""
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    yield writer
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class Script:
@@ -198,35 +193,13 @@ def script_opcodes(obj: object) -> bytes:
     return pickled(obj)[2:-1]
 
 
-#: The text of two classes, as torch prints it.
-SCRIPT_CODE = b"""class Model(Module):
-  __parameters__ = ["w", ]
-  __buffers__ = ["b", ]
-  w : Tensor
-  b : Tensor
-  other : Tensor
-  x : Tensor
-  n : int
-  training : bool
-  inner : __torch__.Model
-  plain : __torch__.Plain
-  m : __torch__.Model
-  a : __torch__.Model
-  CONSTANTS : __torch__.Model
-  __annotations__["0"] = Tensor
-  fixed : Final[int] = 1
-class Plain:
-  w : Tensor
-"""
-
-
 def write_script(
     path: Path,
     root: object,
     *,
     data: bytes | None = None,
     constants: object = (),
-    code: bytes = SCRIPT_CODE,
+    code: bytes = b"",
     storages: Mapping[str, bytes] | None = None,
     method: int = zipfile.ZIP_STORED,
 ) -> Path:
@@ -265,25 +238,14 @@ def same_as(loaded: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def other_kinds() -> dict[str, object]:
-    """Tensors that torch makes of others, or of none, and storages; torch warns of most."""
-    dense, numbers = torch.tensor([[0.0, 2, 0], [3, 0, 4]]), torch.randn(4, 6)
-    scales, zeros = torch.tensor([0.1, 0.2, 0.4, 0.8]), torch.tensor([0, 1, 2, 3])
-    repeated = torch.sparse_coo_tensor([[1, 0, 1]], torch.randn(3, 2), (3, 2))
-    marked = torch.ones(2, 2).to_sparse()
+    """Tensors that torch makes of others, or of none, and storages; torch warns of some."""
+    marked, shared = torch.ones(2, 2).to_sparse(), torch.arange(12.0)
     marked.note = "mine"
-    shared = torch.arange(12.0)
     return {
-        "coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "csc": dense.to_sparse_csc(),
-        "bsr": numbers.to_sparse_bsr((2, 3)), "bsc": numbers.to_sparse_bsc((2, 3)),
-        "hybrid": repeated, "half": dense.bfloat16().to_sparse(), "marked": marked,
+        **KINDS, "marked": marked, "parameter": torch.nn.Parameter(KINDS["coo"]),
         "none": torch.empty(0, 3).to_sparse(),
-        "per_tensor": torch.quantize_per_tensor(numbers, 0.05, 3, torch.qint8),
-        "wide": torch.quantize_per_tensor(numbers, 0.001, 0, torch.qint32)[1:, ::2],
-        "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.quint8),
-        "floats": torch.quantize_per_channel(numbers, scales, zeros.float(), 0, torch.quint8),
         "scalar": torch.quantize_per_tensor(torch.tensor(1.0), 0.1, 0, torch.quint8),
         "meta": torch.empty(2, 3, device="meta").t(),
-        "parameter": torch.nn.Parameter(dense.to_sparse()),
         "shared": shared, "part": shared[3:7].to_sparse(), "storage": shared.storage(),
         "bytes": torch.arange(6, dtype=torch.uint8).untyped_storage(), "w": shared[2:5],
         "dtypes": [torch.qint8, torch.int4],

@@ -1,15 +1,13 @@
-"""Modules whose constructors do what people do, and what is hard to record."""
+"""Modules whose constructors do what people do with parameters and random numbers."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -31,27 +29,7 @@ def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     module.register_buffer(name, tensor, persistent=False)
 
 
-# -- questions about data ---------------------------------------------------------------------
-
-
-def asks_bool(m: Any) -> None:
-    steps = torch.arange(5)
-    if bool((steps > 3).any()) and steps[2] == 2 and not torch.equal(steps, steps + 1):
-        m.weight = nn.Parameter(torch.randn(3))
-
-
 # -- writes and views -------------------------------------------------------------------------
-
-
-def writes_through_views(m: Any) -> None:
-    table = torch.zeros(6, 4)
-    position = torch.arange(6.0).unsqueeze(1)
-    rate = torch.exp(torch.arange(0, 4, 2) * (-math.log(10000.0) / 4))
-    table[:, 0::2] = torch.sin(position * rate)
-    table[:, 1::2] = torch.cos(position * rate)
-    table.t()[0].mul_(2)
-    table.view(-1)[-1] = 5
-    buffer(m, "table", table.unsqueeze(0))
 
 
 def writes_through_data(m: Any) -> None:
@@ -60,13 +38,6 @@ def writes_through_data(m: Any) -> None:
     m.linear.weight.data[0].zero_()
     m.linear.bias.data = torch.arange(2.0)
     m.embedding = nn.Embedding(5, 3, padding_idx=1)
-
-
-def shares_views(m: Any) -> None:
-    whole = torch.arange(8.0)
-    buffer(m, "left", whole[:4])
-    buffer(m, "right", whole[4:])
-    whole.add_(1)
 
 
 def writes_after_registering(m: Any) -> None:
@@ -87,21 +58,6 @@ def legacy_constructors(m: Any) -> None:
     m.bias = nn.Parameter(torch.FloatTensor([1.0, 2.0]))
     m.register_buffer("ids", torch.LongTensor([3, 1]))
     m.scale = nn.Parameter(m.weight.new(2).fill_(4))
-
-
-def from_python(m: Any) -> None:
-    m.register_buffer("listed", torch.tensor([[1.5, 2.5]]))
-    m.register_buffer("scalar", torch.as_tensor(3))
-    m.register_buffer("ranged", torch.asarray(range(4)))
-    buffer(m, "text", torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8))
-
-
-def new_and_like(m: Any) -> None:
-    base = torch.zeros(2, 3, dtype=torch.float64)
-    buffer(m, "ones", torch.ones_like(base))
-    buffer(m, "fresh", base.new_full((2,), 5.0))
-    buffer(m, "tensor", base.new_tensor([1, 2]))
-    m.weight = nn.Parameter(torch.randn_like(base))
 
 
 def every_initialiser(m: Any) -> None:
@@ -149,17 +105,6 @@ def drops_what_it_makes(m: Any) -> None:
     m.kept = nn.Linear(2, 2)
     m.kept.weight = nn.Parameter(torch.randn(2, 2))
     m.last = nn.Parameter(torch.randn(2))
-
-
-def linear_algebra(m: Any) -> None:
-    square, _ = torch.linalg.qr(torch.randn(4, 4))
-    m.square = nn.Parameter(square)
-    buffer(m, "values", torch.linalg.svdvals(square))
-    buffer(m, "window", torch.hann_window(6))
-    buffer(m, "wave", torch.fft.rfft(torch.arange(6.0)))
-    buffer(m, "grid", torch.stack(torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")))
-    buffer(m, "padded", F.pad(torch.ones(2), (1, 1)))
-    buffer(m, "product", torch.einsum("i,j->ij", torch.arange(3.0), torch.arange(2.0)))
 
 
 # -- kinds of tensors -------------------------------------------------------------------------
@@ -238,14 +183,6 @@ def ties(m: Any) -> None:
     m.register_buffer("mask_again", m.mask)
 
 
-def hides_gradient_modes(m: Any) -> None:
-    with torch.no_grad():
-        m.register_buffer("made", (torch.ones(3) * 2).sqrt())
-    with torch.enable_grad():
-        m.weight = nn.Parameter(torch.randn(3))
-        m.register_buffer("used", (m.weight.detach() ** 2).sum())
-
-
 def generator_of_its_own(m: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     m.weight = nn.Parameter(torch.randn(4, generator=generator))
@@ -255,11 +192,10 @@ def generator_of_its_own(m: Any) -> None:
 CONSTRUCTORS: dict[str, Build] = {
     made.__name__: made
     for made in (
-        asks_bool, writes_through_views, writes_through_data, shares_views,
-        writes_after_registering, legacy_constructors, from_python, new_and_like,
-        every_initialiser, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
-        unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype,
-        explicit_devices, falls_back, freezes, ties, hides_gradient_modes, generator_of_its_own,
+        writes_through_data, writes_after_registering, legacy_constructors, every_initialiser,
+        every_sampler, deep_copies, drops_what_it_makes, unusual_kinds, plain_attributes,
+        containers, changes_dtype, changes_default_dtype, explicit_devices, falls_back, freezes,
+        ties, generator_of_its_own,
     )
 }  # fmt: skip
 

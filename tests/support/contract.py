@@ -131,6 +131,7 @@ class Contract:
         theirs = self.read(tmp_path)
         with torchlift.open(tmp_path / self.opened) as ckpt:
             assert [*map(sorted, ckpt.aliases)] == [["base", "part", "turned"]]
+            assert ckpt.nbytes == base.nbytes
             for key, tensor in theirs.items():
                 assert ckpt.entries[key].stride == ckpt[key].stride() == tensor.stride()
                 assert same(ckpt[key], tensor)
@@ -217,7 +218,9 @@ class Contract:
             there = resolved(read_index(server.url(url)))
             with torchlift.open(server.url(url)) as ckpt:
                 assert all(same(ckpt[key], t) for key, t in self.read(folder).items())
+            report, local = torchlift.verify(server.url(url)), torchlift.verify(path)
         assert facts(there) == facts(read_index(path))
+        assert (report.ok, report.checked, report.nbytes) == (True, local.checked, local.nbytes)
 
     def test_of_a_file_object_its_bytes_count(self, folder: Path, path: Path) -> None:
         """A file object of memory, at a position, is what the file is."""
@@ -271,17 +274,17 @@ class Contract:
             assert found.keys() == theirs.keys()
             assert all(same(found[key], tensor) for key, tensor in theirs.items())
 
-    def test_inspect_imports_no_torch_and_no_other_reader(self, path: Path) -> None:
-        """A reader is imported when its format is met."""
+    def test_the_command_imports_no_torch_and_no_other_reader(self, path: Path) -> None:
+        """To inspect and to verify. A reader is imported when its format is met."""
         code = (
             f"{self.setup}\n"
             "import contextlib, io, sys, torchlift.cli as cli\n"
             "with contextlib.redirect_stdout(io.StringIO()):\n"
-            "    status = cli.main(['inspect', sys.argv[1]])\n"
+            "    status = [cli.main([word, sys.argv[1]]) for word in ('inspect', 'verify')]\n"
             "print(*(name for name in sys.modules if name.startswith('torchlift.formats.')))\n"
             "print(*{'torch', 'numpy', 'safetensors', 'pickle', 'zipfile', 'urllib3'}"
             " & sys.modules.keys())\n"
-            "sys.exit(status)"
+            "sys.exit(any(status))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, str(path)],

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 import transformers as hf
+from checkpoint_files import finish
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from torch import nn
@@ -225,11 +226,3 @@ def _add(writer: Any, key: str, value: np.ndarray, kind: str) -> None:
         writer.add_tensor(key, value)
     else:
         writer.add_tensor(key, quants.quantize(value, Kind[kind]), raw_dtype=Kind[kind])
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    """Write what was added, and close the file."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

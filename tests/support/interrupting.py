@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from forked import run
 
-import torchlift
-
-_OURS = next(iter(torchlift.__path__))
 #: Between two steps that are interrupted; 1 interrupts every one, and takes an hour.
 EVERY = int(os.environ.get("TORCHLIFT_INTERRUPT_EVERY", "0"))
 Words = tuple[object, ...]

@@ -17,6 +17,13 @@ PLACES = {
     "together": "torchlift._load.fetch._BATCH",  # bytes that are read before they are placed
     "at_once": "torchlift._save.blocks.FEW",  # bytes of a tensor that is not written in blocks
     "patience": "torchlift._transfer.write._PATIENCE",  # seconds until a wait for a lock is told
+    "written": "torchlift._save.files._BLOCK",  # bytes of one write into a file of a mesh
+    "verified": "torchlift.formats.integrity._BATCH",  # bytes that a thread verifies at a time
+    "first_request": "torchlift._store.http.HEAD",  # bytes of the first request to a URL
+    "pause": "torchlift._store.url._FIRST_PAUSE",  # seconds before a second try
+    "window": "torchlift.formats.source._WINDOW",  # bytes of a request for a header
+    "behind": "torchlift.formats.source._BEHIND",  # bytes behind a range that are requested, too
+    "gap": "torchlift.formats.source._GAP",  # bytes between ranges that one request joins
 }
 
 

@@ -52,7 +52,6 @@ class Answer:
         sent: bytes after which the connection ends; None: all of them.
         reset: whether it ends so that what is on its way is lost, too.
         wait: seconds before the first byte.
-        each: seconds after every `block` bytes.
         reason: the phrase after the status; None: the usual one.
     """
 
@@ -61,9 +60,7 @@ class Answer:
     body: memoryview
     sent: int | None = None
     wait: float = 0.0
-    each: float = 0.0
     reset: bool = True
-    block: int = 1 << 16
     reason: str | None = None
 
 
@@ -155,12 +152,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             end = len(body) if answer.sent is None else min(answer.sent, len(body))
-            step = answer.block if answer.each else 1 << 20
-            for at in range(0, end, step):
-                self.wfile.write(body[at : min(at + step, end)])
+            for at in range(0, end, 1 << 20):
+                self.wfile.write(part := body[at : min(at + (1 << 20), end)])
                 with state.lock:
-                    state.sent += min(at + step, end) - at
-                time.sleep(answer.each)
+                    state.sent += len(part)
             if answer.sent is not None:
                 # A reset, and not the end of the stream: SO_LINGER of no seconds.
                 if answer.reset:

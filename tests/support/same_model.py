@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import torch
+from small_models import tensors_of as all_tensors
 from torch import nn
 from zoo import same
 
 from torchlift._model.slots import ModuleTree
-
-
-def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, hidden buffers and the second names of ties included."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def ties_of(model: nn.Module) -> set[tuple[str, ...]]:

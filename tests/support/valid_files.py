@@ -233,16 +233,12 @@ def _dcp_seeds(path: Path) -> Iterator[Parts]:
 
 
 def _gguf_seeds(path: Path) -> Iterator[Parts]:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_array("tokens", ["a", "bb"])
-    writer.add_array("scores", [0.5] * 3)
-    writer.add_tensor("f32", np.ones((2, 3), np.float32))
     blocks = gguf.quants.quantize(np.ones((1, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
-    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with cf.gguf_writer(path) as writer:
+        writer.add_array("tokens", ["a", "bb"])
+        writer.add_array("scores", [0.5] * 3)
+        writer.add_tensor("f32", np.ones((2, 3), np.float32))
+        writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     yield [path.read_bytes()]
 
 
@@ -324,3 +320,14 @@ FORMATS = {
     "zero": ("", partial(_folder_files, _ZERO), _zero_seeds),
     "fsdp": ("", partial(_folder_files, _FSDP), _fsdp_seeds),
 }
+
+
+def write_valid(folder: Path, name: str, parts: Parts | None = None) -> Path:
+    """Write the first valid files of a format, or those of some parts. Return what to open."""
+    opened, make, seeds = FORMATS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    if parts is None:
+        parts = next(iter(seeds(folder.with_name("made"))))
+    for file, content in make(parts).items():
+        (folder / file).write_bytes(content)
+    return folder / opened

@@ -171,10 +171,6 @@ def built(
     return model, made
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(param, DTensor) for param in model.parameters())
-
-
 def same(a: Any, b: Any, where: str = "") -> None:
     """Assert that two trees are equal: types, keys, layouts, dtypes, and every bit of values."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
