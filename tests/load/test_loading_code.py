@@ -321,20 +321,6 @@ def grows() -> Any:
     return hooked(layers(first=nn.Linear(2, 2)), grow)
 
 
-def one_memory() -> Any:
-    """One of two parameters over one memory is changed after the load."""
-    model = zoo.Two(2)
-    model.b.data = model.a.data
-    return hooked(model, after=lambda m, _: m.a.data.add_(1))
-
-
-def writes_a_child() -> Any:
-    """A hook of the first child adds to its own child, before the next one is loaded."""
-    model = hooked(nn.Sequential(nn.Sequential(square()), square()), lambda *_: None)
-    hooked(model[0], after=lambda m, _: m[0].weight.data.add_(1))
-    return model
-
-
 class Versioned(nn.Module):
     """Reads files of its first version, in which the weight had another name and half the size."""
 
@@ -352,18 +338,6 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-def splits() -> Any:
-    """Two projections that older files hold as one."""
-
-    def split(module: Any, state: Any, prefix: str) -> None:
-        if (fused := state.pop(prefix + "qk", None)) is not None:
-            state[prefix + "q.weight"], state[prefix + "k.weight"] = fused[:4], fused[4:]
-
-    return layers(
-        at=hooked(layers(q=nn.Linear(4, 4, bias=False), k=nn.Linear(4, 4, bias=False)), split)
-    )
-
-
 class Derived(nn.Module):
     """A weight, and a buffer that no state dict has."""
 
@@ -371,11 +345,6 @@ class Derived(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.register_buffer("derived", torch.zeros(2), persistent=False)
-
-
-def doubles(module: Any, state: Any, prefix: str, load: Any) -> None:
-    load()
-    module.derived = module.weight.detach() * 2
 
 
 def keeps_the_value(module: Any, state: Any, prefix: str, load: Any) -> None:
@@ -604,10 +573,6 @@ CASES: dict[str, Case] = {
     "grows": _own(
         grows, None, **{f"layers.{n}.weight": torch.full((2, 2), float(n)) for n in range(3)}
     ),
-    "writes one of two": Case(
-        one_memory, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}, on_meta=None
-    ),
-    "writes a child": Case(writes_a_child, {"0.0.weight": EYE, "1.weight": EYE}, on_meta=None),
     "sizes its table": Case(table, table(5).state_dict()),
     "tries old names": Case(
         lambda: own_method(nn.ModuleDict, tries_old_names)(layers(new=nn.Linear(2, 2))),
@@ -645,16 +610,11 @@ CASES: dict[str, Case] = {
         {"0.weight": FIVES}, on_meta=False,
     ),
     "an observer": Case(torch.ao.quantization.PerChannelMinMaxObserver, _observed()),
-    "splits": Case(splits, {"at.qk": torch.arange(32.0).view(8, 4)}),
     "old weight_norm": Case(lambda: weight_norm(nn.Linear(3, 4)), _old_weight_norm()),
     "old batch norm": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(3)),
         {f"0.{key}": value + 2 for key, value in nn.BatchNorm1d(3).state_dict().items()
          if key != "num_batches_tracked"},
-    ),
-    "lazy modules": Case(
-        lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2)),
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).state_dict(),
     ),
     "a bank": Case(bank, {"bank": torch.rand(5, 2)}),
     "a bank that is resized": Case(partial(bank, resizes=True), {"bank": torch.rand(5, 2)}),
@@ -663,7 +623,6 @@ CASES: dict[str, Case] = {
         {"weight": torch.arange(5.0), "other": torch.ones(2), "scale": torch.ones(1),
          "child.weight": torch.ones(2, 2)},
     ),
-    "doubles": _own(own_part(Derived, doubles), weight=FIVES),
     "keeps the value": _own(own_part(Derived, keeps_the_value), weight=FIVES),
     "extra state registers": _own(partial(Stated, registers), weight=FIVES),
     "extra state fills": _own(partial(Stated, fills, True), weight=FIVES),
@@ -716,16 +675,13 @@ def given_by(door: str, state: Mapping[str, Any], folder: Path) -> Any:
     return folder / f"a.{door}"
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pairwise(
     kind=CASES,
     start=["live", "skeleton", "meta"],
     door=["pt", "safetensors", "memory", "dcp"],
     mode=["auto", "assign", "copy", "swap"],
 )
-def test_a_model_ends_as_in_torch(
-    kind: str, start: str, door: str, mode: Any, tmp_path: Path
-) -> None:
+def test_a_model_ends_as_in_torch(kind, start, door, mode, tmp_path):
     """Its code runs in the thread of the caller, with everything that the caller has set."""
     case = CASES[kind]
     if not all(isinstance(value, torch.Tensor) for value in case.state.values()):
@@ -753,6 +709,7 @@ def test_a_model_ends_as_in_torch(
             torchlift.materialize(model)
         torchlift.load(model, given, allow_missing=case.lacks, mode=mode)
     assert look(model) == look(right)
+    assert door != "memory" or same(given, case.state)  # what the caller has stays the caller's
     assert not {"load_state_dict"} & {thread.name for thread in threading.enumerate()}
     if start == "live" and kind in (
         "copies by itself",
