@@ -50,8 +50,8 @@ def test_all_tensors_are_listed_and_nothing_changes(tmp_path, where, given_as, m
         torchlift.save(broken(), tmp_path / name, format="dcp" if given_as == "dcp" else None)
         source = tmp_path / name
     model = net(where)
-    says = pytest.raises(IntegrityError, match="3 tensors to load with NaN or infinite")
-    with unchanged(model), says as got:
+    refused = pytest.raises(IntegrityError, match="3 tensors to load with NaN or infinite")
+    with unchanged(model), refused as got:
         torchlift.load(model, source, mode=mode, check="finite")
     assert got.value.not_finite == {"0.weight": (1, 1), "1.weight": (0, 1), "1.running_var": (2, 0)}
     assert "\n  0.weight: 1 NaN, 1 infinite\n  1.weight: 0 NaN, 1 infinite\n" in str(got.value)

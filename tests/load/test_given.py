@@ -261,8 +261,8 @@ def test_what_is_no_tensor_is_named_once(tmp_path, door, strict):
         torch.save(given, tmp_path / "x.pt")
         given = tmp_path / "x.pt"
     model = build()
-    says = pytest.raises(torchlift.MismatchError, match="not a tensor in the checkpoint")
-    with unchanged(model), says as caught:
+    refused = pytest.raises(torchlift.MismatchError, match="not a tensor in the checkpoint")
+    with unchanged(model), refused as caught:
         torchlift.load(model, given, strict=strict)
     assert "unexpected" not in str(caught.value)
 
