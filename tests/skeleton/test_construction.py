@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -29,14 +28,6 @@ old_ways = pytest.mark.filterwarnings(
 def built(build: Callable[[Any], object]) -> Any:
     """A skeleton of a module whose constructor is `build`."""
     return torchlift.skeleton(Made, build)
-
-
-def replayed(build: Callable[[Any], object], seed: int = 0) -> Any:
-    """That skeleton, made with a seed."""
-    model = built(build)
-    torch.manual_seed(seed)
-    torchlift.materialize(model)
-    return model
 
 
 @old_ways
@@ -192,20 +183,6 @@ def test_containers_of_arguments_are_taken_as_they_are_at_that_moment() -> None:
     assert model.weight.shape == (3, 2)
 
 
-def test_a_replay_gives_tensors_that_can_be_trained_whatever_mode_it_runs_in() -> None:
-    """Recorded in inference mode, replayed without gradients: what is made is what the modes say
-    when it is made, and parameters require their gradients.
-    """
-    with torch.inference_mode():
-        model: Any = torchlift.skeleton(nn.Linear, 2, 3)
-    with torch.no_grad():
-        torchlift.materialize(model)
-    assert not model.weight.is_inference()
-    assert model.weight.requires_grad
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad is not None
-
-
 def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() -> None:
     """The very exception object comes out, and no mode is left."""
     raised = KeyError("mine")
@@ -219,42 +196,6 @@ def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() 
     assert caught.value is raised
     assert _get_current_function_mode_stack() == []
     assert torch.ones(1).device.type == "cpu"
-
-
-def test_threads_that_build_at_once_do_not_see_each_other() -> None:
-    """Each skeleton has its own history."""
-    start, results, errors = threading.Barrier(4), [], []
-
-    def work(width: int) -> None:
-        try:
-            start.wait()
-            for _ in range(10):
-                model: Any = torchlift.skeleton(nn.TransformerEncoderLayer, 8 * width, 2)
-                torchlift.materialize(model, names=["norm1"])
-                results.append((width, model.norm1.weight))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(width,)) for width in (1, 2, 3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert len(results) == 40
-    assert all(torch.equal(weight, torch.ones(8 * width)) for width, weight in results)
-
-
-def test_views_of_one_storage_still_share_it() -> None:
-    """Two buffers that are halves of one tensor are so after a replay."""
-    model = replayed(lambda m: [m.register_buffer(*item) for item in _halves()])
-    assert model.left.untyped_storage().data_ptr() == model.right.untyped_storage().data_ptr()
-    assert model.right.storage_offset() == 4
-
-
-def _halves() -> list[tuple[str, torch.Tensor]]:
-    whole = torch.arange(8.0)
-    return [("left", whole[:4]), ("right", whole[4:])]
 
 
 def test_a_write_that_autograd_refuses_is_refused_in_a_skeleton() -> None:
