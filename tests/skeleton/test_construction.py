@@ -108,24 +108,6 @@ def test_tensors_in_attributes_lists_and_dicts_are_made_too() -> None:
     assert model.alias is model.linear.weight
 
 
-def test_a_call_without_a_meta_kernel_is_replayed_like_any_other() -> None:
-    """Its result follows the random numbers of the replay, and takes no memory before it."""
-
-    def build(m: Any) -> None:
-        m.weight = nn.Parameter(torch.randn(4, 4))
-        packed = torch.geqrf(m.weight.detach())
-        m.register_buffer("packed", packed.a)
-        m.register_buffer("tau", packed.tau)
-
-    model = built(build)
-    assert model.packed.is_meta
-    torch.manual_seed(1)
-    torchlift.materialize(model)
-    wanted = torch.geqrf(model.weight.detach())
-    assert torch.equal(model.packed, wanted.a)
-    assert torch.equal(model.tau, wanted.tau)
-
-
 class Shares(nn.Module):
     """Takes over a weight and a layer of another model."""
 
@@ -196,14 +178,3 @@ def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() 
     assert caught.value is raised
     assert _get_current_function_mode_stack() == []
     assert torch.ones(1).device.type == "cpu"
-
-
-def test_a_write_that_autograd_refuses_is_refused_in_a_skeleton() -> None:
-    """An in-place write to a leaf that requires grad is torch's error, not a surprise later."""
-
-    def build(m: Any) -> None:
-        m.weight = nn.Parameter(torch.empty(3))
-        m.weight.normal_()
-
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        built(build)
