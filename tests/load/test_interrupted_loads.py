@@ -21,8 +21,6 @@ RUNS = (
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_an_interrupt_at_any_step_leaves_a_model_whole_and_nothing_locked(
-    run: tuple[str, str, int],
-) -> None:
+def test_an_interrupt_at_any_step_leaves_a_model_whole_and_nothing_locked(run):
     """With hooks that write and without: the next load works, from another thread too."""
     assert interrupted(SCRIPT, RUNS)[run] == ""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import struct
-from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import Call, tensor, write_zip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import pairwise
 from safetensors.torch import save_file
 from small_models import (
     Holder,
@@ -23,14 +19,14 @@ from small_models import (
     on_meta,
     randomised,
     saved,
-    state_of,
     tensors_of,
+    unchanged,
 )
 from torch import nn
 from zoo import same
 
 import torchlift
-from torchlift.errors import MismatchError, PlacementError, UnsafeError
+from torchlift.errors import MismatchError, PlacementError
 
 MODES = ["auto", "assign", "copy", "swap"]
 SOURCES = ["auto", "mmap", "read"]
@@ -48,22 +44,6 @@ def build(kind: str, model: type[nn.Module], *args: object) -> nn.Module:
 
 
 # --- every way gives the right values ---------------------------------------------------------
-
-
-@pairwise(source=SOURCES, mode=MODES, format=["torch", "safetensors"])
-def test_every_mode_and_source_gives_the_values_of_the_file(tmp_path, kind, mode, source, format):
-    """Parameters, buffers, those of the root and of submodules are bit-equal to the file's."""
-    state = randomised(Mixed())
-    path = tmp_path / "model"
-    torch.save(state, path) if format == "torch" else save_file(state, path)
-    model = build(kind, Mixed)
-    report = torchlift.load(model, path, mode=mode, source=source)
-    assert_holds(model, state)
-    assert torch.equal(model.frequencies, torch.arange(4.0) / 3)
-    assert list(report.loaded) == list(state)
-    assert (report.missing_keys, report.unexpected_keys) == ([], [])
-    if mode != "auto":  # nothing can be copied into what is on meta
-        assert set(report.mode.values()) == {"swap" if (kind, mode) == ("meta", "copy") else mode}
 
 
 @st.composite
@@ -145,89 +125,34 @@ def test_any_cast_is_that_of_torch(tmp_path_factory, tensors, wish, mode, source
 # --- devices and dtypes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), lambda entry: "cpu"])
-def test_a_tag_in_the_file_is_never_obeyed(tmp_path, kind, device):
-    """A checkpoint that was saved on cuda:3 loads without it, with or without an argument."""
-    values = struct.pack("<4f", 1, 2, 3, 4)
-    path = write_zip(tmp_path / "x.pt", {"w": tensor(location="cuda:3")}, storages={"0": values})
-    model = holder({"w": torch.ones(2, 2)}, kind)
-    report = torchlift.load(model, path, device=device)
-    assert_holds(model, {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
-    assert report.loaded["w"].device == "cpu"
-
-
-@pytest.mark.parametrize("device", ["meta", torch.device("meta"), lambda entry: "meta"])
+@pytest.mark.parametrize(
+    "device",
+    ["meta", torch.device("meta"), lambda entry: "meta", torchlift.remap.by_key({"": "meta"}),
+     torchlift.remap.by_pattern({"": "meta:0"}),
+     torchlift.remap.first_of(torchlift.remap.by_key({"a": "meta"}), "meta")],
+)  # fmt: skip
 def test_what_goes_to_meta_is_left_for_a_later_load(tmp_path, kind, device):
     """However it is asked for, nothing changes, and a second load finds everything to do."""
     model, state = build(kind, Two), randomised(Two())
-    before = state_of(model)
-    report = torchlift.load(model, saved(state, tmp_path), device=device)
-    assert report.loaded == {}
-    assert report.deferred == ["a", "b"]
-    assert report.hint is None
-    report = torchlift.load(model, saved(state, tmp_path), device=device, dtype="bfloat16")
-    assert (report.loaded, report.deferred) == ({}, ["a", "b"])
-    assert state_of(model) == before
+    path = saved(state, tmp_path)
+    for options in ({}, {"dtype": "bfloat16"}):
+        with unchanged(model):
+            report = torchlift.load(model, path, device=device, **options)
+        assert (report.loaded, report.deferred, report.hint) == ({}, ["a", "b"], None)
     report = torchlift.load(model, saved(state, tmp_path))
     assert_holds(model, state)
     assert report.deferred == []
-
-
-@pytest.mark.parametrize("device", ["cuda:97", "xpu:5", "no such", 97, object()])
-def test_a_device_that_is_not_there_is_one_clear_error(tmp_path, kind, device):
-    """An unavailable accelerator or a word that is no device is refused before anything happens."""
-    model = build(kind, Two)
-    before = state_of(model)
-    with pytest.raises(
-        PlacementError, match=r"'a': cannot be moved to the selected device.*Choose a device of t"
-    ):
-        torchlift.load(model, saved(randomised(Two()), tmp_path), device=device)
-    assert state_of(model) == before
-    with pytest.raises(PlacementError) as caught:
-        torchlift.load(model, Two().state_dict(), device=torchlift.remap.by_key({"": "cuda:97"}))
-    assert "'': " not in str(caught.value)
-
-
-def test_without_a_dtype_live_tensors_keep_theirs_and_meta_ones_take_the_files(tmp_path):
-    """The live model decides for itself; a skeleton has nothing to decide with."""
-    path = saved({key: value.bfloat16() for key, value in randomised(Two()).items()}, tmp_path)
-    live, meta = Two(), torchlift.skeleton(Two)
-    torchlift.load(live, path)
-    report = torchlift.load(meta, path)
-    assert (live.a.dtype, meta.a.dtype) == (torch.float32, torch.bfloat16)
-    assert torch.equal(live.a, meta.a.float())
-    assert report.loaded["a"].cast_from is None
-
-
-@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
-def test_a_dtype_casts_floating_point_weights_and_nothing_else(tmp_path, kind, mode):
-    """Integers keep their kind, and so do buffers that no checkpoint contains."""
-    model = build(kind, Mixed)
-    torchlift.load(model, saved(randomised(Mixed()), tmp_path), dtype=torch.bfloat16, mode=mode)
-    dtypes = {key: value.dtype for key, value in tensors_of(model).items()}
-    assert dtypes.pop("steps") == dtypes.pop("inner.1.num_batches_tracked") == torch.int64
-    assert dtypes.pop("frequencies") == torch.float32
-    assert set(dtypes.values()) == {torch.bfloat16}
-    assert torch.equal(model.frequencies, torch.arange(4.0) / 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, lambda entry: torch.int8])
-def test_a_dtype_that_is_not_floating_point_is_refused(tmp_path, dtype):
-    """Weights are not made integers by accident."""
-    with pytest.raises(
-        PlacementError, match=r"'a': dtype= must give a floating-point dtype; found"
-    ):
-        torchlift.load(Two(), saved(randomised(Two()), tmp_path), dtype=dtype)
 
 
 def test_complex_values_are_not_cut_to_real_ones(tmp_path, kind):
     """The imaginary part is not lost in silence; a transform says what is meant."""
     path = saved({"a": torch.full((2, 3), 3 + 4j), "b": torch.ones(2, 3)}, tmp_path)
     live = Two()
-    before = state_of(live)
-    with pytest.raises(PlacementError, match=r"'a': complex values cannot become real"):
+    with (
+        unchanged(live),
+        pytest.raises(PlacementError, match=r"'a': complex values cannot become real"),
+    ):
         torchlift.load(live, path)
-    assert state_of(live) == before
     torchlift.load(live, path, transform=lambda key, value: value.abs())
     assert live.a.eq(5).all()
     meta = torchlift.skeleton(Two)
@@ -241,13 +166,12 @@ def test_complex_values_are_not_cut_to_real_ones(tmp_path, kind):
 def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
     """Missing, unexpected and misshapen keys come in one error, as text and as attributes."""
     model = build(kind, Mixed)
-    before = state_of(model)
     state = randomised(Mixed())
     del state["steps"]
     state["scale"] = torch.ones(4)
     state["inner.0.weight"] = torch.ones(3, 4)
     path = saved({**state, "extra": torch.ones(1), "epoch": 7}, tmp_path)
-    with pytest.raises(MismatchError) as caught:
+    with unchanged(model), pytest.raises(MismatchError) as caught:
         torchlift.load(model, path)
     error = caught.value
     assert error.missing_keys == ["steps"]
@@ -262,7 +186,6 @@ def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
         "  mismatched (2): scale: model [3], checkpoint [4]; "
         "inner.0.weight: model [4, 3], checkpoint [3, 4]"
     )
-    assert state_of(model) == before
 
 
 def test_a_hint_for_names_on_both_sides_is_to_rename_and_never_to_be_less_strict(tmp_path):
@@ -296,11 +219,9 @@ def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, arg
         return tensor[0] if tensor else name
 
     model = Two()
-    before = state_of(model)
-    with pytest.raises(ZeroDivisionError, match="mine") as error:
+    with unchanged(model), pytest.raises(ZeroDivisionError, match="mine") as error:
         torchlift.load(model, saved(randomised(Two()), tmp_path), **{argument: fails})
     assert any(repr(key) in line for line in error.value.__notes__)
-    assert state_of(model) == before
 
 
 def test_a_verified_load_says_what_could_not_be_verified(tmp_path):
@@ -338,15 +259,16 @@ def test_nothing_stays_on_meta_in_silence(tmp_path):
     """A module on meta that no skeleton recorded cannot be completed, and says so."""
     with torch.device("meta"):
         model = Mixed()
-    before = state_of(model)
-    with pytest.raises(PlacementError) as caught:
+    with unchanged(model), pytest.raises(PlacementError) as caught:
         torchlift.load(model, saved({"steps": torch.tensor(3)}, tmp_path), strict=False)
     assert "8 tensors are on meta, and torchlift cannot construct them" in str(caught.value)
     assert ": scale, frequencies, inner.0.weight, " in str(caught.value)
     assert "torchlift.skeleton" in str(caught.value)
-    with pytest.raises(PlacementError, match=r"1 tensors? (is|are) on meta.*frequencies"):
+    with (
+        unchanged(model),
+        pytest.raises(PlacementError, match=r"1 tensors? (is|are) on meta.*frequencies"),
+    ):
         torchlift.load(model, saved(randomised(Mixed()), tmp_path))
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -354,12 +276,13 @@ def test_another_shape_is_an_error_unless_it_is_ignored(tmp_path, kind, strict):
     """Even without strict; ignored, it counts as missing."""
     path = saved({"a": torch.ones(9), "b": torch.ones(2, 3)}, tmp_path)
     model = build(kind, Two)
-    before = state_of(model)
-    with pytest.raises(
-        MismatchError, match=r"mismatched \(1\): a: model \[2, 3\], checkpoint \[9\]"
+    with (
+        unchanged(model),
+        pytest.raises(
+            MismatchError, match=r"mismatched \(1\): a: model \[2, 3\], checkpoint \[9\]"
+        ),
     ):
         torchlift.load(model, path, strict=strict)
-    assert state_of(model) == before
     report = torchlift.load(model, path, strict=strict, ignore_mismatched=True)
     assert_holds(model, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
     assert report.missing_keys == ["a"]
@@ -372,15 +295,13 @@ def test_a_model_of_other_sizes_is_no_load_of_nothing(tmp_path, kind, ignore):
     """To skip each shape that differs would leave the whole model as it was made, and no error."""
     state = {name: torch.ones(9) for name in Mixed().state_dict()}
     path, model = saved(state, tmp_path), build(kind, Mixed)
-    before = state_of(model)
-    with pytest.raises(MismatchError) as caught:
+    with unchanged(model), pytest.raises(MismatchError) as caught:
         torchlift.load(model, path, strict=False, ignore_mismatched=ignore)
     error = caught.value
     assert error.reason == "nothing in the checkpoint fits the model"
     assert "Build the model with the sizes of the checkpoint" in error.hint
     assert error.mismatched.keys() == state.keys()
     assert f"mismatched ({len(state)}): " in str(error)
-    assert state_of(model) == before
     report = torchlift.load(model, path, ignore_mismatched=True, allow_missing=["*"])
     assert not report.loaded
 
@@ -389,22 +310,6 @@ def test_an_empty_checkpoint_fits_an_empty_model(tmp_path):
     """Nothing into nothing is no error."""
     report = torchlift.load(nn.ReLU(), saved({}, tmp_path))
     assert (report.loaded, report.nbytes, report.bytes_read) == ({}, 0, 0)
-
-
-def test_what_would_run_code_is_refused(tmp_path):
-    """A load refuses a file that needs a foreign function, runs nothing, and says the way out."""
-    witness = tmp_path / "witness"
-    state = {"w": tensor(), "trap": Call(Path.mkdir, witness)}
-    path = write_zip(tmp_path / "x.pt", state)
-    model = Holder({"w": torch.ones(2, 2)})
-    before = state_of(model)
-    with pytest.raises(UnsafeError, match=r"'trap': only unpickling could rebuild it, through"):
-        torchlift.load(model, path)
-    assert state_of(model) == before
-    assert torchlift.load(model, path, strict=False).unexpected_keys == ["trap"]
-    torchlift.load(model, path, rename=lambda key: key if key == "w" else None)
-    assert model.w.eq(0).all()
-    assert not witness.exists()
 
 
 # --- shapes, ties and shared memory -----------------------------------------------------------
@@ -437,21 +342,6 @@ def test_two_models_from_one_checkpoint_share_nothing(tmp_path, mode, source):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("mode", MODES)
-def test_loading_twice_gives_the_file_again(tmp_path, kind, mode, source):
-    """A model that was loaded, trained and is loaded again is as after the first load."""
-    state = randomised(Two())
-    path = saved(state, tmp_path)
-    model = build(kind, Two)
-    for _ in range(2):
-        torchlift.load(model, path, mode=mode, source=source)
-        assert_holds(model, state)
-        with torch.no_grad():
-            model.a.add_(1)
-    assert same(torchlift.open(path)["a"], state["a"])
-
-
 @pytest.mark.parametrize("source", ["mmap", "read"])
 def test_a_loaded_model_is_an_ordinary_one(tmp_path, source):
     """It can be saved without growing, copied, shared between processes and trained."""
@@ -470,18 +360,36 @@ def test_a_loaded_model_is_an_ordinary_one(tmp_path, source):
     assert model.weight.is_shared()
 
 
+NO_DEVICE = r"'a': cannot be moved to the selected device.*Choose a device of t"
+NO_DTYPE = r"'a': dtype= must give a floating-point dtype; found"
+REFUSED = [
+    *(({"device": device}, NO_DEVICE) for device in ("cuda:97", "xpu:5", "no such", 97, object())),
+    *(
+        ({"dtype": dtype}, NO_DTYPE)
+        for dtype in (torch.int8, torch.complex64, lambda _: torch.int8)
+    ),
+    ({"device": torchlift.remap.by_key({"": "cuda:97"})}, "^[^']*cannot be moved to the selected"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_nothing_can_become_is_refused_before_anything_happens(kind, options, message):
+    """A device that is not there, and integers, which weights do not become by accident."""
+    model = build(kind, Two)
+    with unchanged(model), pytest.raises(PlacementError, match=message):
+        torchlift.load(model, randomised(Two()), **options)
+
+
 def test_a_copy_that_would_change_the_dtype_is_refused(tmp_path):
     """In place means in place; the error names the modes that can."""
     model = Two()
-    before = state_of(model)
-    with pytest.raises(PlacementError) as caught:
+    with unchanged(model), pytest.raises(PlacementError) as caught:
         torchlift.load(model, saved(randomised(Two()), tmp_path), mode="copy", dtype=torch.float16)
     assert str(caught.value) == (
         "'a': cannot be copied in place, because its dtype or device would change; expected "
         "torch.float32 on cpu; found torch.float16 on cpu. "
         'Load with mode="swap" or mode="auto".'
     )
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize(
@@ -491,12 +399,13 @@ def test_a_live_tensor_that_repeats_elements_is_not_written_to(tmp_path, value):
     """An expanded parameter cannot hold the values; a new one can be assigned."""
     model = Two()
     model.b = nn.Parameter(value)
-    before = state_of(model)
     state = randomised(Two())
     path = saved(state, tmp_path)
-    with pytest.raises(PlacementError, match=r"'b': cannot be written in place.*mode=\"assign\""):
+    with (
+        unchanged(model),
+        pytest.raises(PlacementError, match=r"'b': cannot be written in place.*mode=\"assign\""),
+    ):
         torchlift.load(model, path)
-    assert state_of(model) == before
     torchlift.load(model, path, mode="assign")
     assert_holds(model, state)
 
@@ -522,22 +431,6 @@ def test_a_hidden_sparse_buffer_is_left_in_peace(tmp_path, mode):
     model.register_buffer("mask", torch.eye(3).to_sparse(), persistent=False)
     torchlift.load(model, saved(randomised(Two()), tmp_path), mode=mode)
     assert torch.equal(model.mask.to_dense(), torch.eye(3))
-
-
-def test_nothing_that_the_caller_passed_is_changed(tmp_path):
-    """A checkpoint, its objects and metadata, and the model's own options are as before."""
-    state = Mixed().state_dict()
-    path = saved({"model": state, "options": {"betas": [0.9, 0.99]}}, tmp_path)
-    ckpt = torchlift.open(path)
-    seen = copy.deepcopy([dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)])
-    versions = copy.deepcopy(ckpt._index.module_versions)
-    for _ in range(2):
-        torchlift.load(torchlift.skeleton(Mixed), ckpt, root="model")
-    assert [dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)] == seen
-    assert ckpt._index.module_versions == versions
-    model = Mixed()
-    torchlift.load(model, ckpt, root="model", mode="assign")
-    assert model.state_dict()._metadata == state._metadata
 
 
 # --- transform --------------------------------------------------------------------------------
@@ -608,26 +501,13 @@ def test_a_transform_may_work_in_place(tmp_path, kind, source):
 def test_a_bad_transform_leaves_the_model_as_it_was(tmp_path, kind, mode, result, error, text):
     """Whatever goes wrong on a later tensor, the earlier ones are untouched."""
     model = build(kind, Two)
-    before = state_of(model)
-    with pytest.raises(error, match=text):
+    with unchanged(model), pytest.raises(error, match=text):
         torchlift.load(
             model,
             saved(randomised(Two()), tmp_path),
             mode=mode,
             transform=lambda key, value: value * 2 if key == "a" else result(value),
         )
-    assert state_of(model) == before
-
-
-def test_the_result_of_a_transform_is_cast_as_a_plain_tensor_is(tmp_path):
-    """A dtype that is asked for applies after the transform; without one its result is kept."""
-    path = saved(randomised(Two()), tmp_path)
-    model = torchlift.skeleton(Two)
-    torchlift.load(model, path, transform=lambda key, value: value.double(), dtype=torch.float16)
-    assert model.a.dtype == torch.float16
-    model = torchlift.skeleton(Two)
-    torchlift.load(model, path, transform=lambda key, value: value.double())
-    assert model.a.dtype == torch.float64
 
 
 # --- progress and report ----------------------------------------------------------------------
@@ -664,57 +544,39 @@ def test_a_report_says_what_was_done(tmp_path):
     assert lines[0] == f"loaded 2 tensors, 48 B, from {path}"
     assert lines[1].endswith(" s, 48 B read")
     assert lines[2:] == ["  how: 2 read, kept as the same objects", "  cast float32 to float64: 2"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+    for options, words in (
         ({"mode": "copy"}, "2 mapped, copied into the model's tensors"),
         ({"mode": "swap"}, "2 read, kept as the same objects"),
         ({"mode": "assign", "source": "mmap"}, "2 mapped, put in as new objects"),
-    ],
-)
-def test_a_report_says_where_values_come_from_and_which_objects_have_them(options, words, tmp_path):
-    """In words that a newcomer knows."""
-    report = torchlift.load(Two(), saved(randomised(Two()), tmp_path), **options)
-    assert f"  how: {words}" in str(report).splitlines()
+    ):
+        assert f"  how: {words}" in str(torchlift.load(Two(), path, **options)).splitlines()
 
 
 # --- what a caller can get wrong --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"dtype": 16}, "dtype=16: expected a torch.dtype, its name, a callable or None"),
-        ({"allow_missing": "a.*"}, "allow_missing='a.*': expected patterns such as ['head.*']"),
-        ({"allow_unexpected": [1]}, "allow_unexpected=[1]: expected patterns"),
-        ({"dtype": float}, "dtype=<class 'float'>: expected a torch.dtype"),
-        ({"root": 1}, "root=1: expected the dotted name of a container, or None"),
+        (
+            {"mode": "replace"},
+            ValueError,
+            "mode='replace': expected one of auto, assign, copy",
+        ),
+        ({"source": "disk"}, ValueError, "source='disk': expected one of auto, mmap, read"),
+        (
+            {"dtype": 16},
+            TypeError,
+            "dtype=16: expected a torch.dtype, its name, a callable",
+        ),
+        ({"dtype": float}, TypeError, "dtype=<class 'float'>: expected a torch.dtype"),
+        ({"allow_missing": "a.*"}, TypeError, "allow_missing='a.*': expected patterns such"),
+        ({"allow_unexpected": [1]}, TypeError, "allow_unexpected=[1]: expected patterns"),
+        ({"root": 1}, TypeError, "root=1: expected the dotted name of a container, or None"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message):
-    """A number for a dtype, a rename or a root, a text for patterns or a flag: refused by name."""
+def test_arguments_of_the_wrong_kind_are_refused_by_name(tmp_path, options, error, message):
+    """A number for a dtype or a root, a text for patterns, a word that does not exist."""
     for function in (torchlift.plan, torchlift.load):
-        with pytest.raises(TypeError, match=re.escape(message)):
+        with pytest.raises(error, match=re.escape(message)):
             function(Two(), saved(randomised(Two()), tmp_path), **options)
-
-
-def test_packed_four_bit_floats_are_loaded_but_never_cast(tmp_path):
-    """torch cannot cast them; that is known before anything is written."""
-    packed = torch.arange(4, dtype=torch.uint8)
-    path = saved({"a": torch.ones(2), "w": packed.view(torch.float4_e2m1fn_x2)}, tmp_path)
-    model = nn.Module()
-    model.a = nn.Parameter(torch.zeros(2))
-    model.register_buffer("w", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
-    before = state_of(model)
-    with pytest.raises(PlacementError, match=r"'w': torch cannot cast between these dtypes"):
-        torchlift.load(model, path, dtype=torch.bfloat16)
-    with pytest.raises(PlacementError, match=r"expected torch.float4\S+; found torch.float32"):
-        torchlift.load(model, path, transform=lambda key, value: torch.ones(value.shape))
-    assert state_of(model) == before
-    for mode in MODES:
-        for source in SOURCES:
-            torchlift.load(model, path, mode=mode, source=source)
-            assert torch.equal(model.w.view(torch.uint8), packed)
-            model.w.view(torch.uint8).zero_()

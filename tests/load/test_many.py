@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from zoo import same
+from zoo import on_meta
 
 import torchlift
 from torchlift._plan.match import Match, check_names
@@ -23,13 +23,9 @@ from torchlift._plan.rules import Options
 from torchlift.errors import MismatchError
 
 
-class Many(nn.Module):
+def many(count: int) -> nn.Module:
     """Parameters on meta, by number."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        for number in range(count):
-            self.register_parameter(str(number), nn.Parameter(torch.empty(2, 3, device="meta")))
+    return on_meta({str(number): torch.empty(2, 3) for number in range(count)})
 
 
 def saved(count: int, folder: Path, suffix: str = "pt") -> Path:
@@ -75,66 +71,22 @@ def test_a_mapped_tensor_takes_few_calls(tmp_path: Path, suffix: str) -> None:
     assert found["python"] < 16
 
 
-def test_a_tensor_that_is_loaded_takes_a_sixth_of_the_calls_that_a_decision_on_it_would(
-    tmp_path: Path,
-) -> None:
+def test_a_tensor_that_is_loaded_takes_a_sixth_of_the_calls_that_a_decision_on_it_would(tmp_path):
     """A plan decides once for all that are alike: 148 calls of Python for each before.
 
     What is only mapped is not asked either for what it would read, cast or copy.
     """
 
     def run(count: int) -> Callable[[], object]:
-        ckpt, model = torchlift.open(saved(count, tmp_path)), Many(count)
+        ckpt, model = torchlift.open(saved(count, tmp_path)), many(count)
         return lambda: torchlift.load(model, ckpt)
 
     assert price(run)["python"] <= 28
 
 
-def test_a_module_more_takes_few_calls_beside_those_of_its_tensors(tmp_path: Path) -> None:
-    """Hooks and wrappers are looked for once for each class."""
-
-    def run(count: int) -> Callable[[], object]:
-        path, model = saved(300, tmp_path), Many(300)
-        for number in range(count):
-            model.add_module(f"m{number}", nn.ReLU())
-        return lambda: torchlift.load(model, path)
-
-    assert price(run)["python"] < 6
-
-
-@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_many_tensors_that_are_decided_together_get_their_values(
-    tmp_path: Path, suffix: str, mode: str
-) -> None:
-    """Each has a storage of its own, and what differs from the others is decided apart."""
-    state: dict[str, torch.Tensor] = {str(n): torch.randn(2, 3) for n in range(20)}
-    state |= {"3": torch.randn(2, 3).half(), "5": torch.randn(3, 2).t(), "7": torch.tensor([2.0])}
-    state["9"] = torch.arange(6).view(2, 3)
-    model = Many(20)
-    model.register_parameter("7", nn.Parameter(torch.empty((), device="meta")))
-    model.register_parameter(
-        "9", nn.Parameter(torch.empty(2, 3, dtype=torch.int64, device="meta"), requires_grad=False)
-    )
-    before = dict(model.named_parameters())
-    path = tmp_path / f"x.{suffix}"
-    if suffix == "pt":
-        torch.save(state, path)
-    else:
-        save_file({key: value.contiguous() for key, value in state.items()}, path)
-    report = torchlift.load(model, path, mode=mode)
-    for name, parameter in model.named_parameters():
-        assert same(parameter.detach(), state[name].view(parameter.shape)), name
-        assert type(parameter) is nn.Parameter
-        assert parameter.requires_grad is (name != "9")
-        assert (parameter is before[name]) is (mode != "assign")
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
-        assert report.loaded[name].dtype == str(parameter.dtype).removeprefix("torch.")
-
-
 def test_what_hangs_on_a_tensor_on_meta_stays_with_it(tmp_path: Path) -> None:
     """Attributes and hooks, also of one that is loaded in one step with the others."""
-    model, seen = Many(4), []
+    model, seen = many(4), []
     parameters = dict(model.named_parameters())
     parameters["1"].note = "mine"
     parameters["2"].register_hook(lambda grad: seen.append(grad.shape))
@@ -174,7 +126,7 @@ def test_a_load_that_fails_late_leaves_all_of_them_on_meta(tmp_path: Path) -> No
 
 def test_a_report_keeps_no_model(tmp_path: Path) -> None:
     """It can be copied. The model goes without a collection, because nothing is in a cycle."""
-    model = Many(3)
+    model = many(3)
     report = torchlift.load(model, saved(3, tmp_path))
     alive = weakref.ref(model)
     del model

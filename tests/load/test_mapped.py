@@ -34,9 +34,7 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["auto", "assign", "copy", "swap"])
 @pytest.mark.parametrize("kind", ["plain", "untouched by a transform", "one tensor", "lazy"])
-def test_live_model_keeps_its_values_when_the_file_is_overwritten(
-    tmp_path: Path, state: dict[str, torch.Tensor], mode: str, kind: str
-) -> None:
+def test_live_model_keeps_its_values_when_the_file_is_overwritten(tmp_path, state, mode, kind):
     """In every mode: what had memory of its own is not tied to a file without being asked for."""
     model = Two(64, 64)
     if kind == "one tensor":  # the two look into one run of the file, as in the model
@@ -60,9 +58,7 @@ def test_live_model_keeps_its_values_when_the_file_is_overwritten(
     assert not any(item.is_mapped for item in report.loaded.values())
 
 
-def test_live_model_is_mapped_where_that_is_asked_for(
-    tmp_path: Path, state: dict[str, torch.Tensor]
-) -> None:
+def test_live_model_is_mapped_where_that_is_asked_for(tmp_path, state):
     """By the argument, or by a rule that leaves a tensor on disk."""
     path = saved(state, tmp_path)
     for options, count in (
@@ -89,9 +85,7 @@ def test_handler_of_a_live_class_may_keep_what_it_gets(tmp_path: Path) -> None:
     assert torch.equal(model.weight.scale, values)
 
 
-def test_skeleton_stays_mapped_and_the_report_says_whose_bytes_they_are(
-    tmp_path: Path, state: dict[str, torch.Tensor]
-) -> None:
+def test_skeleton_stays_mapped_and_the_report_says_whose_bytes_they_are(tmp_path, state):
     """In one line, of the plan and of the report; a cast tensor is no longer the file's."""
     path = saved(state, tmp_path)
     rule = lambda entry: torch.float64 if entry.key == "b" else None  # noqa: E731

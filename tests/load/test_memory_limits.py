@@ -58,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
 @pytest.mark.parametrize("door", ["map", "read", "key", "digest"])
-def test_too_little_memory_is_not_damage_and_a_smaller_dtype_fits(
-    folder: Path, kind: str, door: str
-) -> None:
+def test_too_little_memory_is_not_damage_and_a_smaller_dtype_fits(folder, kind, door):
     """A map counts, too, because it can be written to."""
     path = folder / "large.safetensors"
     found: Any = run(PROGRAM, path, kind, door).stdout.splitlines()

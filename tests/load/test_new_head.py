@@ -90,9 +90,7 @@ def test_a_name_that_only_a_hook_reports_may_be_missing() -> None:
     """It is neither a name of the model nor of the checkpoint."""
     model = nn.Linear(2, 2)
 
-    def report(
-        module: Any, state: Any, prefix: Any, local: Any, strict: Any, missing: Any, *_: Any
-    ) -> None:
+    def report(module, state, prefix, local, strict, missing, *_):
         missing.append("lora.a")
 
     model._register_load_state_dict_pre_hook(report, with_module=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -33,9 +31,7 @@ STATE = {
 
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"rename": lambda key: key}])
 @pytest.mark.parametrize("make", [Model, lambda: torchlift.skeleton(Model)])
-def test_a_buffer_that_the_model_makes_itself_is_dropped_with_a_note(
-    tmp_path: Any, make: Any, options: Any
-) -> None:
+def test_a_buffer_that_the_model_makes_itself_is_dropped_with_a_note(tmp_path, make, options):
     """It is not unexpected, whatever its shape, and keeps the value of the constructor."""
     torch.save(STATE, tmp_path / "x.pt")
     for given in (tmp_path / "x.pt", STATE):

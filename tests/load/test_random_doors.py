@@ -31,9 +31,7 @@ def test_a_random_model_is_as_in_torch_by_every_door(door: Door, tmp_path: Path)
 
 
 @pytest.mark.parametrize("door", [DOORS[1], DOORS[8]])
-def test_the_flag_of_torch_that_swaps_on_conversion_changes_nothing(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_of_torch_that_swaps_on_conversion_changes_nothing(door, tmp_path, monkeypatch):
     """Of a live model and of a skeleton."""
     load = torchlift.load
 

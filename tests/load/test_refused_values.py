@@ -55,9 +55,7 @@ def test_plain_tensors_keep_their_values_if_one_cannot_take_those_of_a_class() -
         """Cannot be copied into a plain tensor."""
 
         @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             if func is torch.ops.aten.copy_.default:
                 raise NotImplementedError("copy_")
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -63,9 +63,7 @@ def shown(model: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_live_buffer_gets_the_values_and_keeps_its_tie(
-    tmp_path: Path, kind: str, tied: bool
-) -> None:
+def test_a_live_buffer_gets_the_values_and_keeps_its_tie(tmp_path, kind, tied):
     """From a file and from memory. torch sets ``.data`` of a compressed tensor without effect."""
     source = Net(kind, 3.0, tied)
     state, expected = source.state_dict(), shown(source)
@@ -109,15 +107,11 @@ def test_a_tie_of_different_values_is_refused(kind: str) -> None:
 def test_a_failed_load_leaves_a_sparse_buffer_as_it_was(kind: str) -> None:
     """An error after the values are placed gives the live tensor its values back."""
 
-    class Late(Net):
-        def __init__(self) -> None:
-            super().__init__(kind, 1.0, False)
-            self.register_load_state_dict_post_hook(self._raise)
+    def too_late(*_: object) -> None:
+        raise RuntimeError("too late")
 
-        def _raise(self, *_: object) -> None:
-            raise RuntimeError("too late")
-
-    model = Late()
+    model = Net(kind, 1.0, False)
+    model.register_load_state_dict_post_hook(too_late)
     before, held = shown(model), model.a.mask
     with pytest.raises(RuntimeError, match="too late"):
         torchlift.load(model, Net(kind, 3.0, False).state_dict())
@@ -127,9 +121,7 @@ def test_a_failed_load_leaves_a_sparse_buffer_as_it_was(kind: str) -> None:
 
 @pytest.mark.parametrize("hooked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dense_buffer_on_meta_becomes_what_the_checkpoint_has(
-    tmp_path: Path, kind: str, hooked: bool
-) -> None:
+def test_a_dense_buffer_on_meta_becomes_what_the_checkpoint_has(tmp_path, kind, hooked):
     """Mapped or read, from a file and from memory; loading code of the model sees it as it is."""
     value = KINDS[kind](torch.eye(4) * 3)
     torch.save({"mask": value}, tmp_path / "x.pt")

@@ -103,9 +103,7 @@ def test_load_inside_of_a_load_of_the_same_thread_goes_on(files: list[Path]) -> 
 
 
 @pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
-def test_load_beside_a_thread_that_is_importing_goes_on(
-    files: list[Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_beside_a_thread_that_is_importing_goes_on(files, name, monkeypatch):
     """A package is among the modules before it has what it defines."""
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     model = Two(SIZE, SIZE)

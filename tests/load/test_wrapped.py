@@ -62,9 +62,7 @@ def values_of(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("loaded", WAYS)
-def test_what_one_wrapper_saves_any_other_one_loads(
-    tmp_path: Path, saved: str, loaded: str
-) -> None:
+def test_what_one_wrapper_saves_any_other_one_loads(tmp_path, saved, loaded):
     """And plan and report name everything as the bare model does."""
     source, target, path = WAYS[saved](), WAYS[loaded](), tmp_path / "x.safetensors"
     torchlift.save(source, path)

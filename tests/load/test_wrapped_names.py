@@ -69,9 +69,7 @@ class Seen:
 @pytest.mark.parametrize("lacking", [False, True])
 @pytest.mark.parametrize("given", ["file", "memory"])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_callables_get_the_names_of_the_report(
-    name: str, given: str, lacking: bool, tmp_path: Path
-) -> None:
+def test_callables_get_the_names_of_the_report(name, given, lacking, tmp_path):
     """Also for tensors that the checkpoint lacks, live or on meta."""
     state = dict(two().state_dict())
     if lacking:

@@ -98,21 +98,6 @@ def test_ties_and_an_optimizer_survive_a_conversion():
     assert torch.equal(model.head.weight, before - 1)
 
 
-def test_the_other_flag_of_torch_loses_the_optimizer():
-    """What the documentation says about it: the module gets new parameters."""
-    model = Two()
-    held = model.a
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        with swap.preserving_references():
-            model.double()  # ours takes precedence
-        assert model.a is held
-        model.float()
-        assert model.a is not held
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
 def test_a_module_that_is_checked_is_not_left_half_converted():
     """torch stops at the parameter that is held, with those before it converted."""
     model = Two()

@@ -14,7 +14,6 @@ from ranks import on
 from small_models import saved
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
 
 import torchlift
 from torchlift import PlacementError, swap
@@ -61,33 +60,6 @@ def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     assert all(now is then for now, then in zip(average.parameters(), held, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["auto", "swap"])
-def test_a_gradient_scaler_goes_on(wanted, mode):
-    """Its state is about the optimizer, not about the tensors."""
-    reference, path = wanted
-    model = network()
-    scaler, other = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
-
-    def steps(trained, optimizer, scaling, count):
-        losses = []
-        for _ in range(count):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = trained(torch.ones(3, 4)).float().square().mean()
-            scaling.scale(loss).backward()
-            scaling.step(optimizer)
-            scaling.update()
-            losses.append(loss.item())
-        return losses
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps(model, optimizer, scaler, 3)
-    other.load_state_dict(scaler.state_dict())
-    torchlift.load(model, path, mode=mode)
-    others = torch.optim.SGD(reference.parameters(), lr=0.1)
-    assert steps(model, optimizer, scaler, 10) == steps(reference, others, other, 10)
-
-
 # Importing the compiler of torch 2.13 warns about torch.jit, which it uses itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -127,21 +99,6 @@ def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
     assert guarding == ["0.weight"]
     assert computes_the_same(model, reference)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("mode", ["auto", "swap"])
-@pytest.mark.parametrize("kind", [parametrizations.weight_norm, parametrizations.orthogonal])
-def test_a_parametrized_layer(tmp_path, mode, kind):
-    """What is loaded are the tensors from which the weight is computed."""
-    model, reference = kind(nn.Linear(4, 4)), kind(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.ones(1, 4)).sum().backward()
-    model.zero_grad()
-    torchlift.load(model, saved(reference.state_dict(), tmp_path), mode=mode)
-    assert computes_the_same(model, reference)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    assert not computes_the_same(model, reference)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -42,32 +43,16 @@ def test_a_model_loaded_in_inference_mode_can_be_trained(tmp_path, factory, mode
     assert model.weight.grad is not None
 
 
-@pytest.mark.parametrize("inference", [True, False])
-@pytest.mark.parametrize("swaps", [True, False])
-@pytest.mark.parametrize("first", [nn.Linear, Hooked])
-def test_a_part_of_a_skeleton_is_loaded_in_any_mode_of_torch(tmp_path, first, inference, swaps):
-    """Both modes were a raw RuntimeError of torch if the model had loading code."""
-    path = saved({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)}, tmp_path)
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    try:
-        with torch.inference_mode(inference):
-            model = torchlift.skeleton(lambda: nn.Sequential(first(4, 4), nn.LayerNorm(4)))
-        report = torchlift.load(model, path, allow_missing=["1.*"])
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    assert report.missing_keys == [key for key in model.state_dict() if key.startswith("1.")]
-    assert torch.equal(model[0].weight, torch.ones(4, 4))
-    assert torch.equal(model[1].weight, torch.ones(4))
-    model(torch.ones(2, 4)).sum().backward()
-    assert model[0].weight.grad is not None
-
-
-def test_what_is_made_in_inference_mode_can_be_trained():
-    """Also without a file."""
-    model = torchlift.skeleton(nn.Linear, 4, 3)
-    with torch.inference_mode():
+@pytest.mark.parametrize(
+    ("built", "made"), [(torch.inference_mode, torch.no_grad), (nullcontext, torch.inference_mode)]
+)
+def test_what_is_made_in_any_mode_can_be_trained(built, made):
+    """Also without a file: parameters require their gradients."""
+    with built():
+        model = torchlift.skeleton(nn.Linear, 4, 3)
+    with made():
         torchlift.materialize(model)
+    assert not model.weight.is_inference()
     model(torch.ones(2, 4)).sum().backward()
     assert model.weight.grad is not None
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from small_models import Mixed, Tied, Two, randomised, saved, state_of
+from small_models import Mixed, Tied, Two, randomised, saved, unchanged
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -51,81 +51,37 @@ def thousand() -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1000)])
 
 
-def hold_weakly(model):
-    """A weak reference at an attribute."""
-    return Average({"it": weakref.ref(model[777])})
-
-
-def hold_in_a_weak_dict(model):
-    """The value of a dict of weak references."""
-    values = weakref.WeakValueDictionary()
-    values["it"] = model[777]
-    return Average(values)
-
-
-def hold_as_a_weak_key(model):
-    """The key of torch's own dict of weak keys."""
-    keys = WeakIdKeyDictionary()
-    keys[model[777]] = 1
-    return Average(keys)
-
-
-def hold_a_view(model):
-    """A view that autograd knows."""
-    return Average([model[777].view(2, 1)])
-
-
-def hold_detached(model):
-    """Another tensor over the same memory, as `state_dict` gives."""
-    return Average({"it": model[777].detach()})
-
-
-def hold_in_a_buffer(model):
-    """A buffer of another module."""
-    return Aliased(model[777])
-
-
-def hold_a_graph(model):
-    """The result of a forward pass."""
-    return Average((model[777] * 2).sum())
-
-
+WEAK, SHARED = "a weak reference to it exists", "another tensor shares its memory"
+#: Who holds a parameter: how, the reason that is given, and the tensors that are listed.
 HOLDERS = {
-    hold_weakly: ("a weak reference to it exists", ()),
-    hold_in_a_weak_dict: ("a weak reference to it exists", ()),
-    hold_as_a_weak_key: ("a weak reference to it exists", ()),
-    hold_a_view: (
-        "a view of it is alive",
+    "a weak reference": (lambda one: {"it": weakref.ref(one)}, WEAK, ()),
+    "the value of a weak dict": (lambda one: weakref.WeakValueDictionary({"it": one}), WEAK, ()),
+    "the key of torch's weak dict": (lambda one: WeakIdKeyDictionary({one: 1}), WEAK, ()),
+    "a view that autograd knows": (
+        lambda one: [one.view(2, 1)], "a view of it is alive",
         ("a view of shape [2, 1] made by ViewBackward0",),
     ),
-    hold_detached: (
-        "another tensor shares its memory",
-        ("a tensor of shape [2]",),
+    "a detached tensor": (lambda one: {"it": one.detach()}, SHARED, ("a tensor of shape [2]",)),
+    "a buffer of another module": (Aliased, SHARED, ("a tensor of shape [2]",)),
+    "the result of a forward pass": (
+        lambda one: (one * 2).sum(),
+        "its AccumulateGrad node is alive, in the graph of what was computed from it", (),
     ),
-    hold_in_a_buffer: (
-        "another tensor shares its memory",
-        ("a tensor of shape [2]",),
-    ),
-    hold_a_graph: (
-        "its AccumulateGrad node is alive, in the graph of what was computed from it",
-        (),
-    ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("hold", HOLDERS, ids=lambda hold: hold.__name__)
+@pytest.mark.parametrize("hold", HOLDERS)
 def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp_path, hold):
     """The error names the key, the reason, a tensor that holds it and the way out."""
     model = thousand()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     path = saved({f"{i}": torch.full((2,), -1.0) for i in range(1000)}, tmp_path)
-    reason, holders = HOLDERS[hold]
-    before = state_of(model)
-    held = hold(model)
+    take, reason, holders = HOLDERS[hold]
+    held = Average(take(model[777]))
     (blocker,) = swap.preflight(model)
     assert blocker == swap.Blocker("777", reason, holders)
     assert blocker.kinds == {Hold(reason)}
-    with pytest.raises(PlacementError) as caught:
+    with unchanged(model), pytest.raises(PlacementError) as caught:
         torchlift.load(model, path, mode="swap")
     assert str(caught.value) == (
         f"'777': cannot be swapped: {reason}. Nothing was changed"
@@ -134,7 +90,6 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
         'Release the holders, which swap.preflight lists. Or pass mode="auto", which copies in '
         "place where it must."
     )
-    assert state_of(model) == before
     del held, caught
     assert swap.preflight(model) == []
     assert set(torchlift.load(model, path, mode="swap").mode.values()) == {"swap"}
@@ -164,22 +119,45 @@ def test_a_class_that_returns_its_own_input_is_refused_with_a_way_out(tmp_path):
     assert model.b.eq(1).all()
 
 
-def test_everyday_holders_are_not_in_the_way():
+def trained() -> nn.Module:
     """An optimizer, a list of parameters, a tie, a gradient and a finished backward pass."""
     model = Tied()
-    listed = list(model.parameters())
-    optimizer = torch.optim.Adam(listed)
+    model.__dict__["listed"] = list(model.parameters())
+    model.__dict__["optimizer"] = torch.optim.Adam(model.listed)
     model.head(model.embed(torch.tensor([1, 2]))).sum().backward()
-    optimizer.step()
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    assert swap.preflight(model) == []
-    assert swap.preflight(averaged) == []
+    model.optimizer.step()
+    return model
 
 
-def test_a_recurrent_layers_references_to_its_own_weights_are_not_in_the_way():
-    """Theirs are released; somebody else's is not, although Python shares the reference object."""
-    model = nn.LSTM(2, 3)
-    assert swap.preflight(model) == []
+def expanded(base: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("ids", base.expand(2, -1))
+    return model
+
+
+def held_by_garbage() -> nn.Module:
+    """A cycle that nothing reaches any more."""
+    model = Two()
+    cycle = Average(weakref.ref(model.a))
+    cycle.itself, cycle.view = cycle, model.b.view(-1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [trained, lambda: torch.optim.swa_utils.AveragedModel(trained()), lambda: nn.LSTM(2, 3),
+     lambda: expanded(torch.arange(4)), held_by_garbage],
+)  # fmt: skip
+def test_everyday_holders_are_not_in_the_way(make):
+    """References of a recurrent layer to its own weights are released."""
+    assert swap.preflight(make()) == []
+
+
+def test_a_holder_beside_an_everyday_one_is_in_the_way():
+    """Python shares one reference object; and somebody may have what a buffer was expanded from."""
+    base, model = torch.arange(4), nn.LSTM(2, 3)
+    (blocker,) = swap.preflight(expanded(base))
+    assert blocker.reason == SHARED
     holder = Average(weakref.ref(model.weight_hh_l0))
     (blocker,) = swap.preflight(model)
     assert blocker.key == "weight_hh_l0"
@@ -202,37 +180,15 @@ def test_a_state_dict_keeps_what_it_was_taken_for(tmp_path):
     assert held.followed.shape == (1,)
 
 
-def test_an_expanded_buffer_is_not_held_by_what_it_was_expanded_from():
-    """Unless somebody still has that."""
-    model = nn.Module()
-    model.register_buffer("ids", torch.arange(4).expand(2, -1))
-    assert swap.preflight(model) == []
-    base = torch.arange(4)
-    model.register_buffer("ids", base.expand(2, -1))
-    (blocker,) = swap.preflight(model)
-    assert blocker.reason == "another tensor shares its memory"
-    assert base.shape == (4,)
-
-
-def test_what_only_garbage_holds_is_free():
-    """A cycle that nothing reaches any more holds nobody back."""
-    model = Two()
-    cycle = Average(weakref.ref(model.a))
-    cycle.itself, cycle.view = cycle, model.b.view(-1)
-    del cycle
-    assert swap.preflight(model) == []
-
-
 def test_a_preflight_changes_nothing():
     """Neither values nor gradients nor the number of references."""
     model = Mixed()
     model.scale.sum().backward()
-    before = state_of(model)
     uses = [tensor._use_count() for tensor in model.parameters()]
     held = model.scale.view(-1)
-    assert len(swap.preflight(model)) == 1
+    with unchanged(model):
+        assert len(swap.preflight(model)) == 1
     del held
-    assert state_of(model) == before
     assert [tensor._use_count() for tensor in model.parameters()] == uses
 
 

@@ -6,32 +6,10 @@ import pytest
 import torch
 from small_models import saved
 from torch import nn
+from zoo import same
 
 import torchlift
 from torchlift.errors import PlacementError
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
-def test_int8_modules_of_torch_ao_load_from_memory_and_from_a_file(tmp_path, kind) -> None:
-    """Their loading code asks for a tuple of packed weights, and for a dtype."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("no int8 kernels here")
-
-    def make() -> nn.Module:
-        if kind is nn.Embedding:
-            return nn.Sequential(torch.ao.nn.quantized.Embedding(4, 16))
-        plain = nn.Sequential(nn.ReLU(), nn.Linear(3, 4))
-        return torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
-
-    wanted = make()
-    inputs = torch.tensor([0, 3]) if kind is nn.Embedding else torch.ones(2, 3)
-    path = saved(wanted.state_dict(), tmp_path)
-    for source in wanted.state_dict(), path, [path], [path, wanted.state_dict()]:
-        made = make()
-        torchlift.load(made, source)
-        assert torch.equal(made(inputs), wanted(inputs))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
@@ -69,6 +47,7 @@ def test_the_report_counts_the_tensors_that_modules_keep_packed(make, memory, tm
     entries = torchlift.open(path).entries
     model = make()
     planned, report = torchlift.plan(model, given), torchlift.load(model, given)
+    assert same(model, wanted)
     for verb, found in ("plan: ", planned), ("loaded ", report):
         assert {item.entry for item in found.loaded.values()} == entries.keys()
         assert found.nbytes > 0

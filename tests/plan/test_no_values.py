@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 from zero_files import Zero
 
 import torchlift
-from torchlift import MismatchError, cli
+from torchlift import MismatchError
 from torchlift.distributed import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -114,23 +113,6 @@ def test_every_door_says_that_there_are_no_values(kept: str, source: Any, tmp_pa
     refuse(lambda: set_model_state_dict(model, state))
     refuse(lambda: set_model_state_dict(model, state, options=StateDictOptions(strict=False)))
     assert torchlift.diff(before, model.state_dict()).equal
-
-
-def test_the_command_plan_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As text and as JSON."""
-    (tmp_path / "sizes.py").write_text("from torch import nn\n\ndef make(): return nn.Linear(3, 2)")
-    monkeypatch.syspath_prepend(tmp_path)
-    state = {"weight": torch.empty(0), "bias": torch.ones(2)}
-    torch.save(state, tmp_path / "x.pt")
-    words = ["plan", str(tmp_path / "x.pt"), "--model", "sizes:make"]
-    assert cli.main(words)
-    text = capsys.readouterr()
-    assert cli.main([*words, "--json"])
-    told = json.loads(capsys.readouterr().out or "{}")
-    for found in (text.out + text.err, json.dumps(told)):
-        assert all(word in found for word in RIGHT), found
 
 
 def test_the_way_out_loads_the_values(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import write_safetensors
-from small_models import Holder, Mixed, Scalar, Tied, Two, randomised, saved, tensors_of
+from small_models import Holder, Mixed, Scalar, Tied, randomised, saved, tensors_of
 from torch import nn
 
 import torchlift
@@ -55,29 +55,6 @@ def test_a_plan_is_what_the_load_then_does(model, path, mode, source, dtype):
         assert str(found.device) == said.device
 
 
-def test_root_applies_to_a_path_and_to_an_open_checkpoint(tmp_path):
-    """A part of a training checkpoint can be taken either way, and only its bytes count."""
-    state = {"model": Two().state_dict(), "other": torch.ones(1000)}
-    path = saved(state, tmp_path)
-    for given in (path, torchlift.open(path)):
-        made = torchlift.plan(torchlift.skeleton(Two), given, root="model", source="read")
-        assert (list(made.loaded), made.bytes_to_read, made.nbytes) == (["a", "b"], 48, 48)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "replace"}, "mode='replace': expected one of auto, assign, copy, swap"),
-        ({"source": "disk"}, "source='disk': expected one of auto, mmap, read"),
-    ],
-)
-def test_unknown_words_are_value_errors(path, options, message):
-    """A typo in an option is not silently something else."""
-    for function in (torchlift.plan, torchlift.load):
-        with pytest.raises(ValueError, match=message):
-            function(Mixed(), path, **options)
-
-
 def test_arguments_after_the_checkpoint_go_by_name(path):
     """Two strings in a row could be anything."""
     with pytest.raises(TypeError, match="positional"):
@@ -117,17 +94,6 @@ def test_bytes_to_read_counts_what_is_copied_out_of_the_file(path):
     assert cast == size - 16
 
 
-def test_the_peak_is_the_new_memory(path):
-    """Nothing for a map or a copy in place; the destination and the staging for what is read."""
-    meta = torchlift.skeleton(Mixed)
-    size = torchlift.open(path).nbytes
-    assert torchlift.plan(meta, path, source="mmap").peak_bytes == 0
-    assert torchlift.plan(Mixed(), path, source="mmap").peak_bytes == 0
-    assert torchlift.plan(meta, path, source="read").peak_bytes == size
-    cast = torchlift.plan(meta, path, source="mmap", dtype=torch.float64).peak_bytes
-    assert cast == (size - 16) * 3
-
-
 def test_the_peak_counts_the_copies_that_loading_code_gets(path):
     """The tensors of a module with a hook, and what the code could write to besides."""
     live = Mixed()
@@ -135,35 +101,6 @@ def test_the_peak_counts_the_copies_that_loading_code_gets(path):
     live.inner[0].register_load_state_dict_post_hook(lambda *_: None)
     linear = live.inner[0]
     assert torchlift.plan(live, path).peak_bytes == linear.weight.nbytes + linear.bias.nbytes
-
-
-def test_a_rule_sees_entries_under_the_names_of_the_model(tmp_path):
-    """Device and dtype rules get the entry, with the name that the model has for it."""
-    path = saved({f"old.{key}": value for key, value in randomised(Two()).items()}, tmp_path)
-    seen: list[tuple[str, str, tuple[int, ...]]] = []
-
-    def dtype(entry: torchlift.TensorEntry) -> torch.dtype | None:
-        seen.append((entry.key, entry.dtype, entry.shape))
-        return torch.float64 if entry.key == "a" else None
-
-    def device(entry: torchlift.TensorEntry) -> str:
-        seen.append((entry.key, entry.dtype, entry.shape))
-        return "cpu"
-
-    made = torchlift.plan(
-        torchlift.skeleton(Two),
-        path,
-        rename=lambda key: key.removeprefix("old."),
-        device=device,
-        dtype=dtype,
-    )
-    assert {key: item.dtype for key, item in made.loaded.items()} == {
-        "a": "float64",
-        "b": "float32",
-    }
-    assert set(seen) == {("a", "float32", (2, 3)), ("b", "float32", (2, 3))}
-    assert made.renamed == {"old.a": "a", "old.b": "b"}
-    assert made.loaded["a"].entry == "old.a"
 
 
 def test_a_misaligned_entry_is_read_and_its_memory_is_planned(tmp_path):

@@ -96,10 +96,7 @@ def test_a_model_without_a_head_takes_its_part_of_the_file(tmp_path, name):
     base = torchlift.skeleton(type(model.base_model), model.config)
     rule = remap.from_to("gguf->transformers", base)
     torchlift.load(base, path, rename=rule, allow_unexpected=["output.weight"])
-    expected = loaded(model, path).base_model.state_dict()
-    assert base.state_dict().keys() == expected.keys()
-    for key, tensor in base.state_dict().items():
-        assert same(tensor, expected[key]), key
+    assert same(base, loaded(model, path).base_model)
 
 
 def test_a_decoder_may_have_more_layers_than_its_encoder():
@@ -123,9 +120,7 @@ def test_the_error_for_a_gguf_file_names_the_rename_that_loads_it(tmp_path):
     )
     other = torchlift.skeleton(type(model), model.config)
     torchlift.load(other, path, rename=remap.from_to("gguf->transformers", other))
-    assert all(
-        torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True)
-    )
+    assert same(other, model)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +138,7 @@ def test_heads_are_ordered_as_llama_cpp_takes_them_apart(tmp_path, name, changes
     """Of Falcon 40B, which has them in groups, and of LLaMA with biases, as InternLM has them."""
     model = small_model(name, **changes)
     path = write_gguf(model, tmp_path / "m.gguf")
-    for key, tensor in loaded(model, path).state_dict().items():
-        assert same(tensor, model.state_dict()[key]), key
+    assert same(loaded(model, path), model)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -180,8 +174,7 @@ def test_experts_may_be_fused_in_the_file(tmp_path):
     rule = remap.from_to("gguf->transformers", model)
     made = torchlift.skeleton(type(model), model.config)
     torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
-    for key, tensor in made.state_dict().items():
-        assert same(tensor, model.state_dict()[key]), key
+    assert same(made, model)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM"])
@@ -200,8 +193,7 @@ def test_every_door_gives_the_same_values(tmp_path, name):
             planned = torchlift.plan(live, source, rename=rule, source=way)
             report = torchlift.load(live, source, rename=rule, source=way)
             assert report.bytes_read == planned.bytes_to_read
-            for key, tensor in live.state_dict().items():
-                assert same(tensor, expected[key]), key
+            assert same(live.state_dict(), expected)
     half = loaded(model, path, dtype="bfloat16").state_dict()
     for key, tensor in half.items():
         assert same(tensor, expected[key].to(tensor.dtype)), key
@@ -363,8 +355,7 @@ def test_the_rule_composes_with_others(tmp_path):
     behind = rule | remap.rules([(r"^", "inner.")])
     made = nn.ModuleDict({"inner": torchlift.skeleton(type(model), model.config)})
     torchlift.load(made, path, rename=behind)
-    for key, tensor in made["inner"].state_dict().items():
-        assert same(tensor, model.state_dict()[key]), key
+    assert same(made["inner"], model)
     other = small_model("Qwen2ForCausalLM")
     wrong = remap.from_to("gguf->transformers", other) | remap.strip("x")
     with pytest.raises(MismatchError, match="describe different models"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -29,14 +28,6 @@ old_ways = pytest.mark.filterwarnings(
 def built(build: Callable[[Any], object]) -> Any:
     """A skeleton of a module whose constructor is `build`."""
     return torchlift.skeleton(Made, build)
-
-
-def replayed(build: Callable[[Any], object], seed: int = 0) -> Any:
-    """That skeleton, made with a seed."""
-    model = built(build)
-    torch.manual_seed(seed)
-    torchlift.materialize(model)
-    return model
 
 
 @old_ways
@@ -117,24 +108,6 @@ def test_tensors_in_attributes_lists_and_dicts_are_made_too() -> None:
     assert model.alias is model.linear.weight
 
 
-def test_a_call_without_a_meta_kernel_is_replayed_like_any_other() -> None:
-    """Its result follows the random numbers of the replay, and takes no memory before it."""
-
-    def build(m: Any) -> None:
-        m.weight = nn.Parameter(torch.randn(4, 4))
-        packed = torch.geqrf(m.weight.detach())
-        m.register_buffer("packed", packed.a)
-        m.register_buffer("tau", packed.tau)
-
-    model = built(build)
-    assert model.packed.is_meta
-    torch.manual_seed(1)
-    torchlift.materialize(model)
-    wanted = torch.geqrf(model.weight.detach())
-    assert torch.equal(model.packed, wanted.a)
-    assert torch.equal(model.tau, wanted.tau)
-
-
 class Shares(nn.Module):
     """Takes over a weight and a layer of another model."""
 
@@ -192,20 +165,6 @@ def test_containers_of_arguments_are_taken_as_they_are_at_that_moment() -> None:
     assert model.weight.shape == (3, 2)
 
 
-def test_a_replay_gives_tensors_that_can_be_trained_whatever_mode_it_runs_in() -> None:
-    """Recorded in inference mode, replayed without gradients: what is made is what the modes say
-    when it is made, and parameters require their gradients.
-    """
-    with torch.inference_mode():
-        model: Any = torchlift.skeleton(nn.Linear, 2, 3)
-    with torch.no_grad():
-        torchlift.materialize(model)
-    assert not model.weight.is_inference()
-    assert model.weight.requires_grad
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad is not None
-
-
 def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() -> None:
     """The very exception object comes out, and no mode is left."""
     raised = KeyError("mine")
@@ -219,50 +178,3 @@ def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() 
     assert caught.value is raised
     assert _get_current_function_mode_stack() == []
     assert torch.ones(1).device.type == "cpu"
-
-
-def test_threads_that_build_at_once_do_not_see_each_other() -> None:
-    """Each skeleton has its own history."""
-    start, results, errors = threading.Barrier(4), [], []
-
-    def work(width: int) -> None:
-        try:
-            start.wait()
-            for _ in range(10):
-                model: Any = torchlift.skeleton(nn.TransformerEncoderLayer, 8 * width, 2)
-                torchlift.materialize(model, names=["norm1"])
-                results.append((width, model.norm1.weight))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(width,)) for width in (1, 2, 3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert len(results) == 40
-    assert all(torch.equal(weight, torch.ones(8 * width)) for width, weight in results)
-
-
-def test_views_of_one_storage_still_share_it() -> None:
-    """Two buffers that are halves of one tensor are so after a replay."""
-    model = replayed(lambda m: [m.register_buffer(*item) for item in _halves()])
-    assert model.left.untyped_storage().data_ptr() == model.right.untyped_storage().data_ptr()
-    assert model.right.storage_offset() == 4
-
-
-def _halves() -> list[tuple[str, torch.Tensor]]:
-    whole = torch.arange(8.0)
-    return [("left", whole[:4]), ("right", whole[4:])]
-
-
-def test_a_write_that_autograd_refuses_is_refused_in_a_skeleton() -> None:
-    """An in-place write to a leaf that requires grad is torch's error, not a surprise later."""
-
-    def build(m: Any) -> None:
-        m.weight = nn.Parameter(torch.empty(3))
-        m.weight.normal_()
-
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        built(build)

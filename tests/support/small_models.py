@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ import torchlift
 
 __all__ = [
     "Holder", "Mixed", "Scalar", "Tied", "Two", "assert_holds", "dense", "entry", "on_meta",
-    "randomised", "saved", "state_of", "tensors_of",
+    "randomised", "saved", "state_of", "tensors_of", "unchanged",
 ]  # fmt: skip
 
 
@@ -75,3 +77,13 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def entry(key: str, *shape: int, dtype: str = "float32") -> torchlift.TensorEntry:
     """A description of a tensor that no file holds."""
     return torchlift.TensorEntry(key, dtype, shape, (), 0, "cpu", key, ())
+
+
+@contextmanager
+def unchanged(*models: nn.Module) -> Iterator[None]:
+    """Whatever the block raises, these models are as they were before it."""
+    before = [state_of(model) for model in models]
+    try:
+        yield
+    finally:
+        assert [state_of(model) for model in models] == before
