@@ -20,6 +20,7 @@ from docutils import nodes
 from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
 from rules import each
+from sphinx import addnodes
 
 import torchlift
 
@@ -145,6 +146,24 @@ def test_what_is_to_be_looked_at_stands_below_the_answer_with_its_caption() -> N
     assert text.count("<table>") == 2, "each once"
     (image,) = document.findall(nodes.image)
     assert image["alt"] == "What the figure shows."
+
+
+def test_the_title_of_a_page_is_a_link_and_so_is_a_long_beginning_of_one(tmp_path: Path) -> None:
+    """In Markdown and reStructuredText; a word that no title begins with stays as it is."""
+    guide = tmp_path / "guide"
+    guide.mkdir()
+    guide.joinpath("performance.rst").write_text(".. meta::\n   :a: b\n\nPerformance\n====\n")
+    tmp_path.joinpath("cluster.md").write_text("<!-- words -->\n\n# On a cluster: torchrun\n")
+    document = publish_doctree("*Performance*, *On a cluster*, *Perform*, *anonymous memory*")
+    titles = recipe_pages.titles_of(tmp_path)
+    for emphasis in list(document.findall(nodes.emphasis)):
+        recipe_pages.link(emphasis, titles, "a recipe")
+    targets = [link["reftarget"] for link in document.findall(addnodes.pending_xref)]
+    assert targets == ["/guide/performance", "/cluster"]
+    assert [word.astext() for word in document.findall(nodes.emphasis)] == [
+        "Perform",
+        "anonymous memory",
+    ]
 
 
 # ---- cards

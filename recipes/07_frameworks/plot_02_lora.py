@@ -217,7 +217,7 @@ bars = axes.barh(labels, list(owned.values()), color=["C0", "C1", "C2"])
 axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in owned.values()], padding=4)
 axes.axvline(torchlift.open(large).nbytes / 2**20, color="C0", linestyle=":")
 axes.invert_yaxis()
-axes.set_xlim(0, 1.25 * max(owned.values()))
+axes.set_xlim(0, 1.5 * max(owned.values()))
 axes.set_xlabel("peak of anonymous memory (MiB)")
 plt.show()
 
