@@ -148,7 +148,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--show", type=int, default=10, help="steps between printed losses")
     parser.add_argument("--batch", type=int, default=256, help="samples a step, of all ranks")
-    parser.add_argument("--workers", type=int, default=0, help="processes of each rank for data")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a rank for data")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

@@ -265,6 +265,27 @@ def test_what_opens_a_branch_of_the_sidebar_has_a_name() -> None:
     assert '<summary aria-label="Pages of Files">' in valid_html.with_names(there)
 
 
+@pytest.mark.parametrize(
+    ("text", "mended"),
+    [
+        (
+            '<span class="pre">torch.get_state_dict</span>',
+            '<span class="pre">torch.<wbr>get_<wbr>state_<wbr>dict</span>',
+        ),
+        (
+            '<h2><span class="pre">_orig_mod.__init__</span>: load(model)'
+            '<a href="a_b_c_d_e_f">#</a></h2>',
+            '<h2><span class="pre">_orig_<wbr>mod.__<wbr>init__</span>: load(model)'
+            '<a href="a_b_c_d_e_f">#</a></h2>',
+        ),
+        ('<span class="pre">a.b</span> and no_code.in_sentences', None),
+    ],
+)
+def test_a_long_name_may_go_on_in_the_next_line(text: str, mended: str | None) -> None:
+    """After a dot or an underscore, in code and in headings; an address stays as it is."""
+    assert valid_html.NAMES.sub(valid_html.with_breaks, text) == (mended or text)
+
+
 def test_parameters_of_a_signature_are_lines_and_no_list() -> None:
     """Outside of a signature a list stays a list."""
     text = '<dt class="sig sig-object py"><dl><dd>a</dd></dl></dt><dl><dd>b</dd></dl>'

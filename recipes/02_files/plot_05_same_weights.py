@@ -146,7 +146,7 @@ axes.bar_label(bars, fmt="%.0f", padding=4)
 axes.axvline(128, color="C2", linestyle="--", zorder=0)
 axes.text(126, 0, "the complete model", ha="right", va="center")
 axes.invert_yaxis()
-axes.set(xlabel="MiB that a rank needs beside its shard", xlim=(0, 160))
+axes.set(xlabel="MiB that a rank needs beside its shard", xlim=(0, 180))
 plt.show()
 
 # %%

@@ -64,8 +64,8 @@ print(kept.steps(), torchlift.verify(kept.latest()).ok)
 #
 # A network of 16 MB with a dropout, and moments of twice as much, is saved at every tenth step. How
 # long does a step with a save wait? By arithmetic, the Trainer writes 48 MB to the disk during that
-# step, and the callback copies them in memory. So the step waits for a copy, and the process owns
-# 48 MB more, which is 46 MiB.
+# step. The callback copies them in memory, so its step waits for a copy. Weights, gradients and
+# moments are 64 MB (61 MiB), and with the copy 112 MB (107 MiB). The process owns at least that.
 #
 # Each way runs in a new process. Then each resumes from step 30, with other random numbers, and
 # every loss must equal that of the run that never stopped.
@@ -136,22 +136,21 @@ def resume(way, folder):
 copies = torch.ones(2, 12_000_000)  # two states of 48 MB
 copied = min(timeit.repeat(lambda: copies[0].copy_(copies[1]), number=1))
 print(f"expected: a copy of 48 MB, which takes {copied:.3f} s")
-found, peaks = {}, {}
-for way in ("Trainer", "torchlift"):
+found, expected = {}, {"Trainer": 61, "torchlift": 107}
+for way in expected:
     with tempfile.TemporaryDirectory() as place:
         child = torchlift.measure.in_child(resume, way, place)
     saving, others, is_equal = child.value
     found[way] = (others, saving)
-    peaks[way] = child.memory.added_anonymous / 2**20
+    peak = child.memory.added_anonymous / 2**20
     print(
         f"{way:<9} a step {median(others):.3f} s, "
         f"one that saves {median(saving):.3f} s"
     )
-    print(f"{'':<9} anonymous peak: {peaks[way]:.0f} MiB")
+    print(f"{'':<9} at least {expected[way]} expected", end=", ")
+    print(f"anonymous peak: {peak:.0f} MiB")
+    assert 0.9 < peak / expected[way] < 3
     assert is_equal, "to the bit"
-more = peaks["torchlift"] - peaks["Trainer"]
-print(f"expected: 46 MiB more, anonymous: {more:.0f} MiB more")
-assert 0.5 < more / 46 < 1.5
 
 # %%
 
