@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 8 cluster_train.py --out run --weights full.pt
 
-If you start it again with the same ``--out``, it resumes from the last complete checkpoint, on any
-number of ranks. Without a GPU it runs on the CPU.
+If you start it again with the same ``--out``, it resumes from the last complete checkpoint,
+on any number of ranks. Without a GPU it runs on the CPU.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Batches(Dataset):
 
 
 def ignore_stops(worker):
-    """Keep a worker alive: a scheduler sends its signal to it, too, and its rank needs its data."""
+    """Keep a worker alive: a scheduler sends its signal to it, too. Its rank needs its data."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -130,7 +130,7 @@ def main(args):
                 dist.all_reduce(mean)
                 if rank == 0:
                     print(f"step {step} loss {mean.item()!r}", flush=True)
-            # True on all ranks together: if one rank stopped alone, the others would wait for it.
+            # True on all ranks together, because the others would wait for a rank that stopped.
             stop = keeper.should_stop()
             if stop or step % args.every == 0:
                 keeper.save(step, state)
@@ -148,7 +148,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--show", type=int, default=10, help="steps between printed losses")
     parser.add_argument("--batch", type=int, default=256, help="samples a step, of all ranks")
-    parser.add_argument("--workers", type=int, default=0, help="processes of each rank for data")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a rank for data")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

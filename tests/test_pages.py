@@ -87,6 +87,17 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return found
 
 
+@each_page
+def test_a_line_of_code_fits_the_page(page: Path) -> None:
+    """On a laptop, this many columns fit between the sidebars. Output wraps by itself."""
+    code = [text for language, text in blocks_of(page) if language not in TEXT]
+    scripts = re.findall(r"^\[`?(cluster\w*\.py)`?\]", page.read_text("utf-8"), re.MULTILINE)
+    code += [page.with_name(script).read_text(encoding="utf-8") for script in scripts]
+    lines = [line for text in code for line in text.splitlines()]
+    # A forge has more room, so the README may be wider.
+    assert page.parent == ROOT or [line for line in lines if len(line) > 96] == []
+
+
 def is_for_a_clone(command: str) -> bool:
     """Whether it installs, or is one of the Makefile's: checked by name, not run."""
     return command.startswith(("make ", "pip install "))

@@ -19,6 +19,7 @@ import valid_html
 from docutils import nodes
 from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
+from sphinx import addnodes
 
 import torchlift
 
@@ -145,6 +146,24 @@ def test_what_is_to_be_looked_at_stands_below_the_answer_with_its_caption() -> N
     assert image["alt"] == "What the figure shows."
 
 
+def test_the_title_of_a_page_is_a_link_and_so_is_a_long_beginning_of_one(tmp_path: Path) -> None:
+    """In Markdown and reStructuredText; a word that no title begins with stays as it is."""
+    guide = tmp_path / "guide"
+    guide.mkdir()
+    guide.joinpath("performance.rst").write_text(".. meta::\n   :a: b\n\nPerformance\n====\n")
+    tmp_path.joinpath("cluster.md").write_text("<!-- words -->\n\n# On a cluster: torchrun\n")
+    document = publish_doctree("*Performance*, *On a cluster*, *Perform*, *anonymous memory*")
+    titles = recipe_pages.titles_of(tmp_path)
+    for emphasis in list(document.findall(nodes.emphasis)):
+        recipe_pages.link(emphasis, titles, "a recipe")
+    targets = [link["reftarget"] for link in document.findall(addnodes.pending_xref)]
+    assert targets == ["/guide/performance", "/cluster"]
+    assert [word.astext() for word in document.findall(nodes.emphasis)] == [
+        "Perform",
+        "anonymous memory",
+    ]
+
+
 # ---- cards
 
 
@@ -230,6 +249,27 @@ def test_what_opens_a_branch_of_the_sidebar_has_a_name() -> None:
         '<li><a class="reference internal" href="#">Files</a><details><summary><i></i></summary>'
     )
     assert '<summary aria-label="Pages of Files">' in valid_html.with_names(there)
+
+
+@pytest.mark.parametrize(
+    ("text", "mended"),
+    [
+        (
+            '<span class="pre">torch.get_state_dict</span>',
+            '<span class="pre">torch.<wbr>get_<wbr>state_<wbr>dict</span>',
+        ),
+        (
+            '<h2><span class="pre">_orig_mod.__init__</span>: load(model)'
+            '<a href="a_b_c_d_e_f">#</a></h2>',
+            '<h2><span class="pre">_orig_<wbr>mod.__<wbr>init__</span>: load(model)'
+            '<a href="a_b_c_d_e_f">#</a></h2>',
+        ),
+        ('<span class="pre">a.b</span> and no_code.in_sentences', None),
+    ],
+)
+def test_a_long_name_may_go_on_in_the_next_line(text: str, mended: str | None) -> None:
+    """After a dot or an underscore, in code and in headings; an address stays as it is."""
+    assert valid_html.NAMES.sub(valid_html.with_breaks, text) == (mended or text)
 
 
 def test_parameters_of_a_signature_are_lines_and_no_list() -> None:

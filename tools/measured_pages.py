@@ -163,9 +163,9 @@ def frameworks_table() -> Iterator[str]:
     """What the recipes on frameworks printed of both sides, with the conditions above it."""
     data = json.loads(frameworks.FOUND.read_text(encoding="utf-8"))
     runs = max(len(taken) for ways in data["results"].values() for taken in ways.values())
+    rounds = "One round." if runs == 1 else f"Medians of {runs} rounds, and the lowest and highest."
     yield (
-        f"{'One round' if runs == 1 else f'Medians of {runs} rounds'}, with the lowest and the "
-        "highest. Each way ran in a new process."
+        f"{rounds} Each way ran in a new process."
         f" MiB is the peak of anonymous memory, RAM that the process owns. {machine_of(data)}"
     )
     yield from table_head(36, 36, 18, 10)
@@ -176,13 +176,9 @@ def frameworks_table() -> Iterator[str]:
         for way, taken in ways.items():
             seconds = [each for each, _ in taken]
             memory = max(peak or 0 for _, peak in taken)
-            spread = f"({short(min(seconds))} to {short(max(seconds))})"
-            yield from row(
-                shown,
-                names[way],
-                f"{short(median(seconds))} {spread}",
-                str(memory or "not measured"),
-            )
+            spread = f" ({short(min(seconds))} to {short(max(seconds))})" if runs > 1 else ""
+            time = f"{short(median(seconds))}{spread}"
+            yield from row(shown, names[way], time, str(memory or "not measured"))
             shown = ""
 
 
@@ -219,7 +215,7 @@ def ways_table(data: dict[str, Any]) -> list[str]:
     """Return the rows of a comparison: seconds with their spread, beside the limit, and memory."""
     results = data["results"]
     limit = median(results["limit-plain"]["seconds"])
-    lines = table_head(52, 24, 12, 12)
+    lines = table_head(46, 30, 12, 12)
     lines += row("Way", "Seconds", "Of the limit", "Memory, GB")
     order = sorted(results.items(), key=lambda item: median(item[1]["seconds"] or [math.inf]))
     for name, found in order:

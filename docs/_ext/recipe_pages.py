@@ -2,7 +2,7 @@
 
 The code that only draws is folded, and a cell that begins with ``# fold: what it does``. The figure
 stands below what the first cell printed, with its caption, which is also its text alternative; so
-does a table of HTML that a caption follows. Titles of other recipes are links. One row below the
+does a table of HTML that a caption follows. Titles of other pages are links. One row below the
 title leads to the notebook and the script, and one line at the end says what the numbers on the
 page were measured with.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import datetime
 import os
+import re
 import shutil
 import sys
 from functools import cache
@@ -34,6 +35,8 @@ DRAWS = "import matplotlib.pyplot as plt"
 FOLD = "# fold: "
 ANSWER = "In short"
 PATH = "The path: "  # begins the line of a tutorial's page that names all of them
+#: The first heading of a page of Markdown, or of reStructuredText.
+HEADING = re.compile(r"^# (.+)$|^(.+)\n===+$", re.MULTILINE)
 FITS = 88  # characters of an output that the page shows in one line, beside both sidebars
 
 
@@ -241,8 +244,12 @@ def is_answer(section: nodes.section) -> bool:
 
 @cache
 def titles_of(pages: Path) -> dict[str, str]:
-    """Title of each recipe -> its page."""
+    """Title of each recipe, and of each page of the guide -> its page."""
     found = {}
+    for page in (*pages.glob("*.rst"), *pages.glob("*.md"), *pages.glob("guide/*.*")):
+        title = HEADING.search(page.read_text(encoding="utf-8"))
+        if title is not None:
+            found[title[1] or title[2]] = f"/{page.relative_to(pages).with_suffix('')}"
     for script in pages.glob("auto_recipes/*/plot_*.py"):
         title = (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split(
             "\n"
@@ -252,9 +259,9 @@ def titles_of(pages: Path) -> dict[str, str]:
 
 
 def link(emphasis: nodes.emphasis, titles: dict[str, str], docname: str) -> None:
-    """Let the title of a recipe, or the beginning of one, lead to its page."""
+    """Let a title, or the beginning of one, lead to its page."""
     text = " ".join(emphasis.astext().split()).rstrip(".,")
-    found = [page for title, page in titles.items() if len(text) > 15 and title.startswith(text)]
+    found = [page for title, page in titles.items() if len(text) > 10 and title.startswith(text)]
     if len(found) == 1:
         named = nodes.inline("", emphasis.astext(), classes=["xref", "std", "std-doc"])
         where = {"refdomain": "std", "reftype": "doc", "refexplicit": True, "refwarn": True}

@@ -1,6 +1,7 @@
-"""Mend what Sphinx and its theme write that a screen reader, or HTML itself, cannot take.
+"""Mend what Sphinx and its theme write that a screen reader, a phone, or HTML itself cannot take.
 
-Each of these was found by the checks in ``tests/test_site.py``, which fail without it.
+Each of these was found by the checks in ``tests/test_site.py``, which fail without it. That a phone
+breaks long names after a dot, and not anywhere, was seen in pictures.
 """
 
 from __future__ import annotations
@@ -12,6 +13,13 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import ExtensionMetadata
 
 SIGNATURE = re.compile(r"<dt class=\"sig[^>]*>.*?</dt>", re.DOTALL)
+#: What may hold a name that is longer than a line: code in a sentence, a heading, a card's title.
+NAMES = re.compile(
+    r'(?<=<span class="pre">)[^<]+|<h[1-6].*?</h[1-6]>|<p class="tl-card-title">.*?</p>', re.DOTALL
+)
+#: A long word outside of tags, and the places in it where it may go on in the next line.
+WORD = re.compile(r"<[^>]*>|[^\s<>]{12,}")
+JOINT = re.compile(r"(?<=[^\W_])([._/=(]+)(?=[^\W_]|&)")
 BRANCH = re.compile(r"(<a [^>]*>)\s*([^<]*?)\s*(</a>\s*<details[^>]*>\s*)<summary>")
 
 
@@ -21,6 +29,11 @@ def without_lists(signature: re.Match[str]) -> str:
     for tag, name in ("dl", "tl-parameters"), ("dd", "tl-parameter"):
         text = text.replace(f"<{tag}>", f'<span class="{name}">').replace(f"</{tag}>", "</span>")
     return text
+
+
+def with_breaks(names: re.Match[str]) -> str:
+    """Let a long name go on in the next line after a dot, an underscore and the like."""
+    return WORD.sub(lambda w: w[0] if w[0][0] == "<" else JOINT.sub(r"\1<wbr>", w[0]), names[0])
 
 
 def with_names(navigation: str) -> str:
@@ -33,7 +46,8 @@ def mend(
 ) -> None:
     """Change the page before it is written."""
     if "body" in context:
-        context["body"] = SIGNATURE.sub(without_lists, context["body"])
+        body = SIGNATURE.sub(without_lists, context["body"])
+        context["body"] = NAMES.sub(with_breaks, body)
     make = context.get("generate_toctree_html")
     if make is not None:
 

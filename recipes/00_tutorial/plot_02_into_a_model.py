@@ -160,8 +160,8 @@ for text, other in zip(texts, closest.tolist(), strict=True):
     print(f"{text:<31} closest: {texts[other]}")
 
 # %%
-# The parcel and the package find each other although they share no word, which a single tensor in
-# the wrong place would have spoiled.
+# The parcel finds the package, although the two sentences share no word. A single tensor in the
+# wrong place would have spoiled this.
 #
 # Mapped pages, and memory of the process
 # ---------------------------------------

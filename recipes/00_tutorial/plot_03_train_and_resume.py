@@ -115,9 +115,8 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(
-            True
-        )  # the last layer trains too
+        # The last layer trains, too.
+        self.body.encoder["layer"][5].requires_grad_(True)
 
     def forward(self, ids):
         return self.head(self.body(ids))
@@ -290,9 +289,8 @@ for root in "model", "optimizer":
         sizes[root] = part.nbytes
 print({root: f"{size:,} bytes" for root, size in sizes.items()})
 learning = sum(w.nbytes for w in model.parameters() if w.requires_grad)
-assert (
-    2 * learning < sizes["optimizer"] < 2 * learning + 1000
-)  # two numbers for each weight
+# Two numbers for each weight that trains.
+assert 2 * learning < sizes["optimizer"] < 2 * learning + 1000
 
 # %%
 # **2.** A file cannot store an object such as a ``lambda``. Save the model with one to the path of

@@ -110,9 +110,8 @@ class Sorter(nn.Module):
         super().__init__()
         self.body, self.head = MiniLM(), nn.Linear(384, 3)
         self.body.requires_grad_(False)
-        self.body.encoder["layer"][5].requires_grad_(
-            True
-        )  # the last layer trains too
+        # The last layer trains, too.
+        self.body.encoder["layer"][5].requires_grad_(True)
 
     def forward(self, ids):
         return self.head(self.body(ids))

@@ -141,12 +141,12 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 1.9))
-axes.barh(list(peaks), list(peaks.values()), color=("C1", "C0"))
-axes.axvline(128, color="C2", linestyle="--")
-axes.text(0.8, 0, f"{peaks['torchlift.digest']:.1f} MiB", va="center")
+bars = axes.barh(list(peaks), list(peaks.values()), color=("C1", "C0"))
+axes.bar_label(bars, fmt="%.0f", padding=4)
+axes.axvline(128, color="C2", linestyle="--", zorder=0)
 axes.text(126, 0, "the complete model", ha="right", va="center")
 axes.invert_yaxis()
-axes.set(xlabel="MiB that a rank needs beside its shard")
+axes.set(xlabel="MiB that a rank needs beside its shard", xlim=(0, 180))
 plt.show()
 
 # %%

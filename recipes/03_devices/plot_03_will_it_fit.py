@@ -148,9 +148,8 @@ for found, nbytes in (two_gpus, 2), (small_gpu, 2), (one_gpu, 1):
         size = 2 if "norm" in name else nbytes
         counted[found.at(name)] += size * tensor.numel()
     for device, budget in found.budgets.items():
-        buffer = (
-            found.used[device] - counted[device]
-        )  # a buffer that the file does not contain
+        # The rest is a buffer that the file does not contain.
+        buffer = found.used[device] - counted[device]
         assert 0 <= buffer < 4096
         kept = found.reserved.get(device, 0)
         assert budget is None or counted[device] + kept <= budget

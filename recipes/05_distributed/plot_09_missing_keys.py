@@ -118,9 +118,8 @@ def on_two():
 
     from torch.distributed.fsdp import fully_shard
 
-    warnings.simplefilter(
-        "ignore"
-    )  # one names the parameters that keep their values
+    # A warning names the parameters that keep their values.
+    warnings.simplefilter("ignore")
     model = build(8, 4, "tokens")
     for layer in [*model["layers"], model["head"], model["tokens"]]:
         fully_shard(layer)

@@ -161,12 +161,11 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-for look, (way, megabytes) in zip(
-    ("C0:", "C3-.", "C1-"), sizes.items(), strict=True
-):
-    axes.plot(range(1, 41), megabytes, look, label=way)
+looks = ("C0:", "center"), ("C3-.", "top"), ("C1-", "bottom")
+for (look, place), way in zip(looks, sizes, strict=True):
+    axes.plot(range(1, 41), sizes[way], look, label=way)
     text = "with the best" if best[way] else "without the best"
-    axes.text(41, megabytes[-1], text, va="center", fontsize=11)
+    axes.text(41, sizes[way][-1], text, va=place, fontsize=11)
 axes.set(xlabel="step", ylabel="megabytes in the folder", ylim=(0, None))
 figure.legend(loc="outside upper center", title="kept", ncols=2)
 plt.show()

@@ -214,10 +214,10 @@ plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.4))
 labels = [name.replace("_", " ") for name in owned]
 bars = axes.barh(labels, list(owned.values()), color=["C0", "C1", "C2"])
-axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in owned.values()], padding=4)
+texts = [f"{peak:.0f} MiB" for peak in owned.values()]
+axes.bar_label(bars, texts, label_type="center", color="white")
 axes.axvline(torchlift.open(large).nbytes / 2**20, color="C0", linestyle=":")
 axes.invert_yaxis()
-axes.set_xlim(0, 1.25 * max(owned.values()))
 axes.set_xlabel("peak of anonymous memory (MiB)")
 plt.show()
 

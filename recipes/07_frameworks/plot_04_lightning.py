@@ -25,7 +25,8 @@ path = tempfile.mkdtemp() + "/last.ckpt"
 fabric = Fabric(accelerator="cpu", plugins=[CheckpointIO()])
 state = {"model": fabric.setup(torch.nn.Linear(8, 1)), "step": 7}
 fabric.save(path, state)
-print(fabric.load(path, state), torchlift.open(path).objects)
+fabric.load(path, state)
+print("in the file:", dict(torchlift.open(path).objects))
 
 # %%
 # A Trainer also takes ``plugins=[CheckpointIO()]``, and the callback ``RankStates()``. The plugin
