@@ -18,9 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._model.names import Names
-from torchlift._model.slots import ModuleTree
-from torchlift.distributed.optimizer_state import name_parameters, require_same_groups
 
 
 class Both(torch.optim.Optimizer):
@@ -213,20 +210,3 @@ def test_optimizers_whose_state_is_on_other_ranks_are_refused_with_a_way_out(fol
     with pytest.raises(ours.StateDictMismatch, match="has more than the state and") as caught:
         ours.get_optimizer_state_dict(model, averaging)
     assert caught.value.found == "'step'"
-
-
-def test_another_number_of_groups_than_a_scheduler_has_is_an_error() -> None:
-    """A scheduler has a learning rate for each group, and would fail in its next step."""
-    model = two_layers()
-    one = torch.optim.SGD(model.parameters(), lr=0.3)
-    saved = ours.get_optimizer_state_dict(model, one)
-    two = torch.optim.SGD([{"params": layer.parameters()} for layer in model], lr=0.1)
-    (holder,) = name_parameters(Names(ModuleTree(model)), [two])
-    with pytest.raises(
-        ours.StateDictMismatch, match="another number of parameter groups"
-    ) as caught:
-        require_same_groups(holder, saved, "optim")
-    found = caught.value
-    assert (found.entry, found.expected, found.found) == ("optim.param_groups", 2, 1)
-    (holder,) = name_parameters(Names(ModuleTree(model)), [one])
-    require_same_groups(holder, saved, "optim")
