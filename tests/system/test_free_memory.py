@@ -33,44 +33,40 @@ def group(folder: str, limit: str, used: int, cached: int = 0) -> dict[str, str]
     return {f"sys/fs/cgroup/{folder}{name}": text for name, text in files.items()}
 
 
-def test_without_a_limit_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    """The group at the top has no file of a limit, and that of the job has none that counts."""
-    files = machine(900, "0::/job\n") | group("job/", "max\n", 10)
-    assert free_memory(make(tmp_path, files)) == 900 * MIB
+_TOP = "sys/fs/cgroup/memory/memory"
+#: What holds -> the files of a kernel, and the free memory in MiB.
+MACHINES: dict[str, tuple[dict[str, str], int]] = {
+    "without a limit it is what the machine has": (
+        machine(900, "0::/job\n") | group("job/", "max\n", 10), 900
+    ),
+    "a limit counts": (machine(900, "0::/\n") | group("", str(500 * MIB), 300), 201),
+    "the page cache of a limit is free": (
+        machine(900, "0::/\n") | group("", str(500 * MIB), 300, 100), 301
+    ),
+    "the machine may still have less": (
+        machine(150, "0::/\n") | group("", str(500 * MIB), 300, 100), 150
+    ),
+    "the tightest group around the process counts": (  # SLURM limits the job, not its steps
+        machine(900, "0::/slurm/job/step\n") | group("slurm/job/", str(100 * MIB), 40)
+        | group("slurm/job/step/", "max", 30) | group("slurm/", str(400 * MIB), 350), 51,
+    ),
+    "a path of the host is the container's own folder": (  # Docker, version 1, without namespaces
+        machine(900, "9:name=systemd:/x\n4:memory:/docker/0123\n3:cpu:/docker/0123\n") | {
+            f"{_TOP}.limit_in_bytes": f"{200 * MIB}\n", f"{_TOP}.usage_in_bytes": f"{150 * MIB}\n",
+            f"{_TOP}.stat": f"inactive_file 0\ntotal_inactive_file {20 * MIB}\n",
+        }, 70,
+    ),
+    "more in use than a limit that was lowered leaves nothing": (
+        machine(900, "0::/\n") | group("", str(100 * MIB), 300), 0
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("available", "cached", "free"), [(900, 0, 201), (900, 100, 301), (150, 100, 150)]
-)
-def test_a_limit_counts_and_its_page_cache_is_free(
-    tmp_path: Path, available: int, cached: int, free: int
-) -> None:
-    """The kernel drops pages of files before it kills; the machine may still have less."""
-    files = machine(available, "0::/\n") | group("", str(500 * MIB), 300, cached)
+@pytest.mark.parametrize("what", MACHINES)
+def test_what_is_free_is_what_the_process_may_still_take(what: str, tmp_path: Path) -> None:
+    """The kernel drops pages of files before it kills."""
+    files, free = MACHINES[what]
     assert free_memory(make(tmp_path, files)) == free * MIB
-
-
-def test_the_tightest_of_the_groups_around_the_process_counts(tmp_path: Path) -> None:
-    """SLURM limits the job, and leaves its steps free."""
-    files = machine(900, "0::/slurm/job/step\n")
-    files |= group("slurm/job/", str(100 * MIB), 40) | group("slurm/job/step/", "max", 30)
-    files |= group("slurm/", str(400 * MIB), 350)
-    assert free_memory(make(tmp_path, files)) == 51 * MIB
-
-
-def test_a_path_of_the_host_is_the_container_s_own_folder(tmp_path: Path) -> None:
-    """Docker without a namespace for cgroups, version 1: its limit is at the top."""
-    top = "sys/fs/cgroup/memory/memory"
-    files = machine(900, "9:name=systemd:/x\n4:memory:/docker/0123\n3:cpu:/docker/0123\n")
-    files |= {f"{top}.limit_in_bytes": f"{200 * MIB}\n", f"{top}.usage_in_bytes": f"{150 * MIB}\n"}
-    files |= {f"{top}.stat": f"inactive_file 0\ntotal_inactive_file {20 * MIB}\n"}
-    assert free_memory(make(tmp_path, files)) == 70 * MIB
-
-
-def test_more_in_use_than_the_limit_leaves_nothing(tmp_path: Path) -> None:
-    """A limit that was lowered."""
-    files = machine(900, "0::/\n") | group("", str(100 * MIB), 300)
-    assert free_memory(make(tmp_path, files)) == 0
 
 
 def test_a_system_that_does_not_say_is_not_guessed(tmp_path: Path) -> None:

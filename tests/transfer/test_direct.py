@@ -117,26 +117,29 @@ def test_of_a_file_that_is_cached_in_part_each_range_is_read_where_it_is(tmp_pat
     assert holds(requests, path)
 
 
-@pytest.mark.parametrize("refused", ["open", "read"])
+@pytest.mark.parametrize("refused", ["open", "read", "the question what is cached"])
 def test_a_file_system_without_direct_reads_is_read_as_ever(path, monkeypatch, refused):
-    """Every byte arrives, through the page cache."""
+    """Every byte arrives, through the page cache. NFS knows no read without waiting."""
     evict(path)
-    if refused == "open":
-        monkeypatch.setattr(direct, "_open_direct", lambda _: -1)
-    else:
-        true, opening = os.preadv, direct._open_direct
-        past: list[int] = []
-        monkeypatch.setattr(direct, "_open_direct", lambda d: past.append(opening(d)) or past[-1])
+    true, opening, past = os.preadv, direct._open_direct, list[int]()
 
-        def preadv(descriptor: int, *args: object) -> int:
-            if descriptor in past:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return true(descriptor, *args)
+    def open_direct(descriptor: int) -> int:
+        past.append(-1 if refused == "open" else opening(descriptor))
+        return past[-1]
 
-        monkeypatch.setattr(os, "preadv", preadv)
+    def preadv(descriptor: int, *args: object) -> int:
+        if refused == "read" and descriptor in past:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if "question" in refused and len(args) > 2:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return true(descriptor, *args)
+
+    monkeypatch.setattr(direct, "_open_direct", open_direct)
+    monkeypatch.setattr(os, "preadv", preadv)
     requests = whole(path)
     read(requests, opened(path))
     assert holds(requests, path)
+    assert not past or "question" not in refused
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,25 +236,6 @@ def test_processes_that_read_the_same_share_one_read_of_the_disk(path, monkeypat
     read(requests, opened(path))
     assert not opens
     assert resident(path) >= NBYTES
-    assert holds(requests, path)
-
-
-def test_a_file_system_that_cannot_tell_what_is_cached_is_read_through_the_cache(
-    path, monkeypatch, opens
-):
-    """As NFS, which knows no read without waiting."""
-    true = os.preadv
-
-    def preadv(descriptor: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
-        if flags:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return true(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    evict(path)
-    requests = whole(path)
-    read(requests, opened(path))
-    assert not opens
     assert holds(requests, path)
 
 

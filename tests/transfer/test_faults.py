@@ -7,9 +7,7 @@ import json
 import os
 import signal
 import sys
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from damaged_files import damage, flip
 from failing_reads import failing, readers
 from limits import limits
 from safetensors.torch import save_file
-from small_models import Mixed, Two, assert_holds, randomised, saved, state_of
+from small_models import Two, assert_holds, randomised, saved, unchanged
 from torch import nn
 
 import torchlift
@@ -47,14 +45,12 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_that_changed_since_it_was_opened_is_not_loaded(model, path, mode, source, how):
     """The index describes another file, so nothing of this one is used."""
-    before = state_of(model)
     ckpt = torchlift.open(path)
     damage(path, how)
-    with pytest.raises(IntegrityError) as caught:
+    with unchanged(model), pytest.raises(IntegrityError) as caught:
         torchlift.load(model, ckpt, mode=mode, source=source)
     assert caught.value.file == str(path)
     assert caught.value.hint is not None
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("source", ["mmap", "read"])
@@ -65,26 +61,25 @@ def test_one_bad_shard_spoils_the_whole_load(tmp_path, model, source):
         save_file({key: value}, tmp_path / f"{key}.safetensors")
     weights = {key: f"{key}.safetensors" for key in state}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
-    before = state_of(model)
     ckpt = torchlift.open(tmp_path)
     damage(tmp_path / "b.safetensors", "shorter")
-    with pytest.raises(IntegrityError, match=r"b\.safetensors: the file changed"):
+    with unchanged(model), pytest.raises(IntegrityError, match=r"b\.safetensors: the file changed"):
         torchlift.load(model, ckpt, source=source)
-    assert state_of(model) == before
 
 
 @limits(together=1)
 def test_a_file_that_changes_during_the_load_is_noticed(model, path):
     """Every round of reading looks at the file's stamp again."""
-    before = state_of(model)
 
     def spoil(key: str, value: torch.Tensor) -> torch.Tensor:
         damage(path, "overwritten")
         return value
 
-    with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+    with (
+        unchanged(model),
+        pytest.raises(IntegrityError, match="the file changed after it was opened"),
+    ):
         torchlift.load(model, path, source="read", transform=spoil)
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("source", ["mmap", "read"])
@@ -103,15 +98,13 @@ def test_removing_the_file_during_the_load_is_harmless(model, path, source):
 
 def test_a_damaged_payload_is_found_by_verify_and_by_nothing_else(model, path):
     """One wrong bit is an error with verify=True; without it, it would be loaded."""
-    before = state_of(model)
     flip(path, "b", 11)
-    with pytest.raises(IntegrityError) as caught:
+    with unchanged(model), pytest.raises(IntegrityError) as caught:
         torchlift.load(model, path, verify=True)
     assert str(caught.value).startswith(
         f"{path}: 'data/1': checksums are wrong in 1 of 8 records; expected crc32 "
     )
     assert caught.value.hint.startswith("The file is damaged")
-    assert state_of(model) == before
     torchlift.load(model, path)
     assert_holds(model, torch.load(path))
 
@@ -124,12 +117,11 @@ def test_a_damaged_payload_is_found_by_verify_and_by_nothing_else(model, path):
 @pytest.mark.parametrize("options", [{}, {"mode": "assign"}, {"transform": lambda key, t: t * 2}])
 def test_a_disk_error_on_any_piece_changes_nothing(model, path, monkeypatch, nth, options):
     """Everything is read before anything is placed."""
-    before = state_of(model)
     ckpt = torchlift.open(path)
     monkeypatch.setattr(os, "preadv", failing(OSError(errno.EIO, "Input/output error"), nth))
-    with pytest.raises(IntegrityError, match=r"reading failed \(Input/output error\)"):
+    says = r"reading failed \(Input/output error\).*expected bytes .*Check the disk"
+    with unchanged(model), pytest.raises(IntegrityError, match=says):
         torchlift.load(model, ckpt, source="read", **options)
-    assert state_of(model) == before
     assert not readers()
 
 
@@ -176,11 +168,9 @@ def fail() -> None:
 def test_an_interrupt_while_tensors_are_assigned_takes_all_back(tmp_path, action, error):
     """Ctrl-C, or an error of the module's own code, in the middle of the commit."""
     model = Refusing(Sabotage(action))
-    before = state_of(model)
-    with pytest.raises(error):
+    with unchanged(model), pytest.raises(error):
         torchlift.load(model, saved(randomised(Two()), tmp_path), mode="assign")
     assert model.__dict__["action"].done
-    assert state_of(model) == before
 
 
 class Acting(nn.Parameter):
@@ -207,10 +197,9 @@ def acting(action) -> Two:
 def test_an_interrupt_while_a_subclass_is_written_takes_all_back(tmp_path):
     """Its own code runs before plain values are copied, which cannot be taken back."""
     model = acting(Sabotage(interrupt))
-    before, handler = state_of(model), signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    handler = signal.getsignal(signal.SIGINT)
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
         torchlift.load(model, saved(randomised(Two()), tmp_path))
-    assert state_of(model) == before
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -223,10 +212,8 @@ def test_a_second_interrupt_does_not_wait(tmp_path):
         raise AssertionError("the second interrupt was not delivered")
 
     model = acting(Sabotage(insist))
-    before = state_of(model)
-    with pytest.raises(KeyboardInterrupt):
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
         torchlift.load(model, saved(randomised(Two()), tmp_path))
-    assert state_of(model) == before
 
 
 @pytest.mark.parametrize("options", [{"mode": "swap"}, {"dtype": torch.float64, "mode": "swap"}])
@@ -234,13 +221,10 @@ def test_a_weak_reference_on_a_later_parameter_changes_nothing(path, options):
     """What cannot be swapped is named, and what came before it is as it was."""
     model = torchlift.skeleton(Two, 40, 50)
     reference = weakref.ref(model.b)
-    before = state_of(model)
-    with pytest.raises(PlacementError) as caught:
+    refused = pytest.raises(PlacementError, match=r"cannot be swapped.*weak reference")
+    with unchanged(model), refused as caught:
         torchlift.load(model, path, **options)
     assert caught.value.entry == "b"
-    assert "cannot be swapped" in str(caught.value)
-    assert "weak reference" in str(caught.value)
-    assert state_of(model) == before
     assert reference() is model.b
     report = torchlift.load(model, path)
     assert report.mode == {"a": "swap", "b": "assign"}
@@ -269,27 +253,3 @@ def test_a_bar_that_cannot_be_drawn_does_not_stop_a_load(model, path, monkeypatc
 
 
 # --- many at once -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", ["mmap", "read"])
-@pytest.mark.parametrize("shared", [True, False], ids=["one checkpoint", "one path"])
-def test_threads_that_load_the_same_file_get_the_same_model(tmp_path, source, shared):
-    """Eight threads at once, each with its own model, from one file."""
-    state = randomised(Mixed())
-    path = saved(state, tmp_path)
-    given = torchlift.open(path) if shared else path
-    start = threading.Barrier(8)
-
-    def work(number: int) -> nn.Module:
-        start.wait()
-        model = Mixed() if number % 2 else torchlift.skeleton(Mixed)
-        torchlift.load(model, given, source=source)
-        return model
-
-    with ThreadPoolExecutor(8) as pool:
-        models = list(pool.map(work, range(8)))
-    for model in models:
-        assert_holds(model, state)
-    with torch.no_grad():
-        models[0].scale.zero_()
-    assert_holds(models[1], state)

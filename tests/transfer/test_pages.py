@@ -67,39 +67,11 @@ def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
     assert made.fill_(2).sum() == 2 << 20
 
 
-@limits(slow_page=-1.0)
-def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
-    """One slow page in 33, then in 65: where huge pages are dear, few are asked for."""
-    taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
-    made = allocate(256 << 20, torch.uint8, torch.device("cpu"))
-    HugePages().back(made.data_ptr(), made.nbytes)
-    assert [(page - made.data_ptr()) >> 21 for page in taken] == [0, 33, 98]
-
-
-@limits(slow_page=1e9)
-def test_huge_pages_stay_inside_the_range(monkeypatch):
-    """A page that reaches beyond the bytes that will be written would be memory for nothing."""
-    taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
-    made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
-    HugePages().back(made.data_ptr() + 1, made.nbytes - 2)
-    assert [(page - made.data_ptr()) >> 21 for page in taken] == [1, 2]
-
-
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 needs_filler = pytest.mark.skipif(
     open_filler() is None, reason="this kernel or sandbox has no userfaultfd"
 )
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Huge pages are slow: one is requested, and the next 32 pages are left to small ones."""
-    monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
-    with limits(slow_page=-1.0):
-        yield
 
 
 @pytest.fixture
@@ -154,28 +126,9 @@ def test_any_range_gets_its_bytes_and_nothing_else_changes(fixture, start, lengt
 
 
 @needs_filler
-def test_after_a_slow_huge_page_small_ones_are_filled(small):
-    """The caller writes the huge page, and what is not a complete page at the ends."""
-    area = new_memory(8 * MIB)
-    assert write(area, 100, pattern(7 * MIB)) == [
-        (100, PAGE),
-        (2 * MIB, 4 * MIB),
-        (7 * MIB, 7 * MIB + 100),
-    ]
-
-
-@needs_filler
 def test_without_huge_pages_all_complete_pages_are_filled(no_huge_pages):
     """The switch of the kernel may say never."""
     assert write(new_memory(4 * MIB), 0, pattern(4 * MIB)) == []
-
-
-@limits(slow_page=1e9)
-def test_fast_huge_pages_need_no_filler(monkeypatch):
-    """One write for the complete range, as always, and no descriptor."""
-    monkeypatch.setattr(pages, "_has_huge_pages", lambda: True)
-    monkeypatch.setattr(pages, "open_filler", lambda: pytest.fail("opened"))
-    assert write(new_memory(8 * MIB), 100, pattern(7 * MIB)) == [(100, 7 * MIB + 100)]
 
 
 @needs_filler
@@ -194,26 +147,24 @@ def test_memory_of_others_is_never_filled(no_huge_pages, monkeypatch):
     assert write(live, 0, pattern(8 * MIB)) == [(0, 8 * MIB)]
 
 
-@pytest.mark.parametrize("missing", ["call", "machine", "version", "registration", "copy", "map"])
+#: What is missing -> what is replaced by what.
+MISSING = {
+    "the call": (userfault, "c_function", lambda _: lambda *_: -1),
+    "a known machine": (userfault.platform, "machine", lambda: "vax"),
+    "the version": (userfault, "_VERSION", 1),
+    "the registration": (userfault, "_REGISTER", 0),
+    "the copy": (userfault, "_COPY", 0),
+}
+
+
+@pytest.mark.parametrize("missing", MISSING)
 def test_without_the_kernels_help_the_bytes_are_the_same(monkeypatch, no_huge_pages, missing):
     """A sandbox may forbid the call, and some memory or files cannot be used."""
-    if missing == "call":
-        monkeypatch.setattr(userfault, "c_function", lambda _: lambda *_: -1)
-    elif missing == "machine":
-        monkeypatch.setattr(userfault.platform, "machine", lambda: "vax")
-    elif missing == "version":
-        monkeypatch.setattr(userfault, "_VERSION", 1)
-    elif missing == "registration":
-        monkeypatch.setattr(userfault, "_REGISTER", 0)
-    elif missing == "copy":
-        monkeypatch.setattr(userfault, "_COPY", 0)
+    monkeypatch.setattr(*MISSING[missing])
     area, content = new_memory(4 * MIB), pattern(4 * MIB)
-    if missing == "map":
-        parts = HugePages().fill(area, 0, 4 * MIB, lambda *_: None, 0)
-        assert list(parts) == [(0, 4 * MIB)]
-        return
     assert write(area, 0, content) == [(0, 4 * MIB)]
     assert torch.equal(area, content)
+    assert list(HugePages().fill(area, 0, 4 * MIB, lambda *_: None, 0)) == [(0, 4 * MIB)]  # no map
 
 
 @needs_filler

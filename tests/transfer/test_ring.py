@@ -67,9 +67,7 @@ def requests(path: Path, device: FakeDevice, *tensors: torch.Tensor) -> list[Req
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_values_arrive_through_a_few_stages_that_are_used_again(
-    tmp_path, device, made, dtype
-) -> None:
+def test_values_arrive_through_a_few_stages_that_are_used_again(tmp_path, device, made, dtype):
     """No stage is filled anew before the device has fetched what it has; casts are the device's."""
     files, values = numbers_in(tmp_path / "f", 40 * _STAGE // 4 + 7)
     device.rate = 200e6
