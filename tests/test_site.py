@@ -299,6 +299,16 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
     assert not browser.errors
 
 
+def test_a_phone_shows_each_number_of_the_first_page(browser: Browser, address: str) -> None:
+    """Its table scrolls on no phone: each way is a block, with its values at the right."""
+    browser.open(address + "index.html")
+    browser.resize(420)
+    outside = "cell => cell.getBoundingClientRect().right > innerWidth"
+    cells = "[...document.querySelectorAll('.tl-measured td')]"
+    assert browser.run(f"{cells}.length") > 20
+    assert browser.run(f"{cells}.filter({outside}).length") == 0
+
+
 #: What a page hides on purpose: what is folded, what a card of the gallery has no room for, the
 #: types of a signature, the steps that buttons tell, and the heading that search engines read on
 #: the first page.

@@ -171,7 +171,7 @@ plt.show()
 # %%
 # *The bars show the median seconds of a training step, without a save and with one. The Trainer
 # writes its own checkpoint before the next step begins. The callback only copies in memory and
-# writes in the background, so a step with a save is shorter.*
+# writes in the background, so a step with a save does not wait for the disk.*
 #
 # Both resume to the bit here. The snapshot is a second copy of the state in memory. Frozen weights
 # need not be in a checkpoint: see ``ignore_frozen_params`` on the page *Inside your framework*.
