@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchlift.formats.boxes import (
     Placement,
+    at_indices,
     joined,
     narrowed,
+    permuted,
     placed_spans,
     row_major,
     rows,
@@ -77,6 +81,35 @@ def test_rows_fill_memory_of_any_strides(
     assert len(found) == len(places)
     shortest = min((each.numel for each in every), default=0)
     assert runs_of(part, into) == (len(every), shortest)
+
+
+@given(st.permutations([0, 1, 2]), st.lists(st.tuples(*[st.integers(0, 5)] * 4), max_size=4))
+def test_parts_of_parts_are_those_of_torch(order: list[int], changes: list[Any]) -> None:
+    """Every second index, other dimensions, a part, or two parts that are joined again."""
+    expected = torch.arange(120).view(4, 6, 5).permute(order)
+    part = entry((4, 6, 5), (30, 5, 1))
+    part = permuted(part, order)
+    for kind, dim, start, size in changes:
+        dim %= 3
+        start = min(start, expected.shape[dim])
+        if kind < 2:
+            indices = range(start, expected.shape[dim], 1 + kind)
+            part, expected = (
+                at_indices(part, dim, indices),
+                expected.index_select(dim, torch.tensor(indices, dtype=torch.int64)),
+            )
+        elif kind < 4:
+            stop = min(start + size, expected.shape[dim])
+            spans = [[(0, n)] for n in expected.shape]
+            spans[dim] = [(start, stop)]
+            part, expected = narrowed(part, spans), expected.narrow(dim, start, stop - start)
+        elif kind == 4:
+            part, expected = permuted(part, [1, 2, 0]), expected.permute(1, 2, 0)
+        else:
+            cut = [range(start), range(start, expected.shape[dim])]
+            part = joined([at_indices(part, dim, one) for one in cut], dim)
+    assert part.shape == tuple(expected.shape)
+    assert gathered(part) == expected.flatten().tolist()
 
 
 def test_columns_of_experts_are_one_request() -> None:
