@@ -697,7 +697,9 @@ def test_a_name_that_no_rank_has_is_the_one_in_the_error(folder: Path) -> None:
     rank = dist.get_rank()
 
     def made(*names: str) -> nn.Module:
-        return nn.ModuleDict({names[rank]: nn.Linear(2, 1)})
+        layer = nn.Linear(2, 1)
+        nn.init.constant_(layer.weight, rank)
+        return nn.ModuleDict({names[rank]: layer})
 
     with torchlift.Keeper(folder) as keeper:
         keeper.save(1, stage=made("both", "both", "on2", "on3"))
