@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -696,7 +697,9 @@ def test_a_name_that_no_rank_has_is_the_one_in_the_error(folder: Path) -> None:
     rank = dist.get_rank()
 
     def made(*names: str) -> nn.Module:
-        return nn.ModuleDict({names[rank]: nn.Linear(2, 1)})
+        layer = nn.Linear(2, 1)
+        nn.init.constant_(layer.weight, rank)
+        return nn.ModuleDict({names[rank]: layer})
 
     with torchlift.Keeper(folder) as keeper:
         keeper.save(1, stage=made("both", "both", "on2", "on3"))
@@ -705,6 +708,30 @@ def test_a_name_that_no_rank_has_is_the_one_in_the_error(folder: Path) -> None:
     unexpected = str(caught.value).partition("Unexpected key(s) ")[2]
     assert unexpected.startswith("'stage.on3."), caught.value
     assert "on2" not in unexpected
+
+
+@on(2)
+def test_no_rank_sends_its_keys_to_all(folder: Path) -> None:
+    """Its item has another name on each, but the rest is alike. A module may have such a name."""
+    send, sizes = dist.all_gather_object, list[int]()
+    model = nn.ModuleDict({"ranks": nn.ModuleList(nn.Linear(2, 2) for _ in range(50))})
+
+    def call(every: Any, message: Any, **options: Any) -> None:
+        sizes.append(len(pickle.dumps(message)))
+        send(every, message, **options)
+
+    with torchlift.Keeper(folder, background=False) as keeper:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", call)
+            keeper.save(1, model=model, loader=Loader(dist.get_rank()))
+        again = nn.ModuleDict({"ranks": nn.ModuleList(nn.Linear(2, 2) for _ in range(50))})
+        loader = Loader(9)
+        assert keeper.resume(model=again, loader=loader) == 1
+    assert max(sizes) < 2000, sizes
+    assert loader.at == dist.get_rank()
+    assert same(again.state_dict(), model.state_dict())
+    torchlift.distributed.save_consolidated(model, folder / "model", format="dcp")
+    assert same(torchlift.open(folder / "model").state_dict(), model.state_dict())
 
 
 @on(2, optimizers=(1, 2))

@@ -70,6 +70,7 @@ from torchlift.errors import PlacementError
 from torchlift.formats.boxes import row_major
 from torchlift.formats.index import Chunk, Index, Leaf, Storage, TensorEntry
 from torchlift.formats.layout import Stored
+from torchlift.formats.runs import MAGIC
 
 #: Fields of a `State` that are dicts, of which several ranks may have items.
 _BY_KEY = (
@@ -132,11 +133,13 @@ class Message(NamedTuple):
         arguments: those that must be equal on all ranks.
         digest: of its `Structure`, without the values of plain data.
         meshes: the ranks of each of its meshes.
+        own: The part that no other rank holds. See `LocalState.of`.
     """
 
     arguments: Mapping[str, object]
     digest: bytes
     meshes: tuple[Sequence[int], ...]
+    own: State
 
 
 class _Group(NamedTuple):
@@ -166,22 +169,26 @@ class LocalState:
         state: that was taken apart.
         structure: of the state, for other ranks.
         meshes: the ranks of each of its meshes.
-        values: box of a tensor -> its values.
+        values: Box of a tensor -> its values.
+        own: The part that no other rank holds. The structure lacks it.
     """
 
     state: State
     structure: Structure
     meshes: tuple[Sequence[int], ...]
     values: Mapping[Box, torch.Tensor]
+    own: State
 
     @classmethod
-    def of(cls, state: State, *, compare: bool, sends_objects: bool) -> LocalState:
+    def of(cls, state: State, *, compare: bool, sends_objects: bool, prefix: str) -> LocalState:
         """Describe a state that was taken apart.
 
         Args:
-            state: of this rank.
-            compare: whether values that several ranks hold must be equal, except for buffers.
-            sends_objects: whether the first rank needs plain data of others.
+            state: The state of this rank.
+            compare: Whether values that several ranks hold must be equal, except for buffers.
+            sends_objects: Whether the first rank needs plain data of others.
+            prefix: The name of a Keeper's item. This rank alone has it, and the names below it.
+                In the structure they would differ, and each rank would send its own to all.
 
         Raises:
             PlacementError: If a tensor is not stored as a dense tensor, or holds partial sums.
@@ -196,16 +203,20 @@ class LocalState:
         objects = state.objects
         if not sends_objects:  # an empty dict may be nothing, see `_merge_states`
             objects = {key: {} if _is_empty(each) else None for key, each in objects.items()}
-        own = replace(state, tensors=tensors, objects=objects, lost=lost, metadata={})
-        structure = Structure(own, _find_same(local, plain), buffers)
+        described = replace(state, tensors=tensors, objects=objects, lost=lost, metadata={})
+        # Of a Keeper alone: a module may have such a name, too.
+        is_item = prefix in local and _is_item(local[prefix])
+        common, own = _split(described, prefix) if is_item else _Parts(described, State({}))
+        same = {k: v for k, v in _find_same(local, plain).items() if k not in own.tensors}
         values = {box: part for key in local for box, part in _boxes_of(key, local[key])}
-        return cls(state, structure, (*meshes.values(),), values)
+        return cls(state, Structure(common, same, buffers), (*meshes.values(),), values, own)
 
     def message(self, arguments: Mapping[str, object]) -> Message:
         """Return the message to other ranks."""
         state, same, buffers = self.structure
         facts = replace(state, objects=dict.fromkeys(state.objects)), same, buffers
-        return Message(arguments, hashlib.sha256(pickle.dumps(facts)).digest(), self.meshes)
+        digest = hashlib.sha256(pickle.dumps(facts)).digest()
+        return Message(arguments, digest, self.meshes, self.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +353,19 @@ def share_state(
         ).items()
     ]
     holders = {key: _holders_of(key, groups) for key in state.tensors}
+    owns = {who: each.own for who, each in messages.items() if each.own.tensors}
+    for number, own in owns.items():
+        alone = _Group(Structure(own, {}, []), (), (number,))
+        for key in own.tensors:
+            if key in state.tensors:
+                raise PlacementError(
+                    "this name is of one rank alone, and other ranks have it, too",
+                    entry=key,
+                    found=f"it is of rank {number}",
+                    hint="Give what several ranks hold another name.",
+                )
+            holders[key] = _holders_of(key, [alone])
+    state = _add(state, owns.values()) if owns else state
     _require_complete(state, holders)
     writers = dict[str, int]()
     for each in reversed(groups):
@@ -696,6 +720,50 @@ def _find_ties(groups: Sequence[_Group], holders: Mapping[str, Holders]) -> dict
         if len(seen) == 1 and None not in seen:
             tied[key] = str(*seen)
     return tied
+
+
+class _Parts(NamedTuple):
+    """A state in two parts.
+
+    Attributes:
+        common: what other ranks may hold, too.
+        own: what this rank alone holds.
+    """
+
+    common: State
+    own: State
+
+
+def _split(state: State, prefix: str) -> _Parts:
+    """Split off the tensors at the top that have this name, or one below it."""
+    own = {key for key in state.tensors if f"{key}.".startswith(f"{prefix}.")}
+    return _Parts(_keep(state, lambda key: key not in own), _keep(state, own.__contains__))
+
+
+def _is_item(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the bytes of an item of a Keeper."""
+    if is_dtensor(tensor) or tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        return False
+    return bytes(tensor[: len(MAGIC)].tolist()) == MAGIC
+
+
+def _keep(state: State, is_kept: Callable[[str], bool]) -> State:
+    """Return a state with some of its keys at the top."""
+    made = replace(state, template={n: each for n, each in state.template.items() if is_kept(n)})
+    for field in _BY_KEY:
+        kept = {key: each for key, each in getattr(state, field).items() if is_kept(key)}
+        setattr(made, field, kept)
+    return made
+
+
+def _add(state: State, owns: Iterable[State]) -> State:
+    """Return a state with what single ranks hold."""
+    made = _keep(state, lambda _: True)
+    for each in owns:
+        made.template.update(each.template)
+        for field in _BY_KEY:
+            getattr(made, field).update(getattr(each, field))
+    return made
 
 
 def _is_empty(value: object) -> bool:

@@ -81,6 +81,7 @@ from torchlift.errors import (
 )
 from torchlift.formats.index import OF_RANKS, Leaf, TensorEntry
 from torchlift.formats.layout import SETS, format_for
+from torchlift.formats.runs import item_key
 from torchlift.formats.source import errors_name
 
 _REPLICATED = ("equal", "rank0")
@@ -347,7 +348,8 @@ def _save_together(
                     found=f"{len(ranks.ranks)} ranks",
                     hint='Pass format="dcp". torchlift.convert makes one file of that.',
                 )
-            local = LocalState.of(state, compare=compare, sends_objects=not is_folder)
+            own = item_key(ranks.number)
+            local = LocalState.of(state, compare=compare, sends_objects=not is_folder, prefix=own)
             return StepResult((target, local), local.message(arguments))
 
     (target, local), messages = ranks.group.run(describe)

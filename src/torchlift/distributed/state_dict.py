@@ -711,8 +711,8 @@ class _ReadMessage(NamedTuple):
     """The message of a rank that has read its state.
 
     Attributes:
-        digests: Of the steps in which it will gather.
-        checksums: Of values that other ranks may have, too.
+        digests: The digests of the steps in which it will gather.
+        checksums: The checksums of values that other ranks may have, too.
     """
 
     digests: dict[str, str]
