@@ -31,9 +31,9 @@ def without_lists(signature: re.Match[str]) -> str:
     return text
 
 
-def with_breaks(names: re.Match[str]) -> str:
+def with_breaks(html: str) -> str:
     """Let a long name go on in the next line after a dot, an underscore and the like."""
-    return WORD.sub(lambda w: w[0] if w[0][0] == "<" else JOINT.sub(r"\1<wbr>", w[0]), names[0])
+    return WORD.sub(lambda w: w[0] if w[0][0] == "<" else JOINT.sub(r"\1<wbr>", w[0]), html)
 
 
 def with_names(navigation: str) -> str:
@@ -47,13 +47,14 @@ def mend(
     """Change the page before it is written."""
     if "body" in context:
         body = SIGNATURE.sub(without_lists, context["body"])
-        context["body"] = NAMES.sub(with_breaks, body)
+        context["body"] = NAMES.sub(lambda names: with_breaks(names[0]), body)
     make = context.get("generate_toctree_html")
     if make is not None:
 
         def mended(kind: str, *args: Any, **named: Any) -> Any:
             made = make(kind, *args, **named)
-            return made if kind == "raw" else with_names(str(made))  # raw: a tree, for the theme
+            # raw: a tree, for the theme
+            return made if kind == "raw" else with_breaks(with_names(str(made)))
 
         context["generate_toctree_html"] = mended
 
