@@ -98,7 +98,8 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
         gaps = tuple(draw.randint(1, 40) for _ in range(draw.randint(1, 2) if twice else 0))
         step = Step(nth, FILES, raw=raw, again=gaps, keep=twice)
         met = step.run(lambda: save(2))
-        assert signal.getsignal(signal.SIGINT) is hold, step.at
+        # The second interrupt may hit what gives the handler back. Ctrl-C works all the same.
+        assert twice or signal.getsignal(signal.SIGINT) is hold, step.at
         if step.count < nth:
             break
         at = f"{step.at} {nth} {gaps}"
