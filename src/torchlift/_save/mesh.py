@@ -365,7 +365,8 @@ def share_state(
                     hint="Give what several ranks hold another name.",
                 )
             holders[key] = _holders_of(key, [alone])
-    state = _add(state, owns.values()) if owns else state
+    if owns:
+        state = _merge_states([state, _merge_states([*owns.values()])])
     _require_complete(state, holders)
     writers = dict[str, int]()
     for each in reversed(groups):
@@ -756,16 +757,6 @@ def _keep(state: State, is_kept: Callable[[str], bool]) -> State:
     return made
 
 
-def _add(state: State, owns: Iterable[State]) -> State:
-    """Return a state with what single ranks hold."""
-    made = _keep(state, lambda _: True)
-    for each in owns:
-        made.template.update(each.template)
-        for field in _BY_KEY:
-            getattr(made, field).update(getattr(each, field))
-    return made
-
-
 def _is_empty(value: object) -> bool:
     return isinstance(value, dict) and not value
 
@@ -792,7 +783,8 @@ def _merge_states(states: Sequence[State]) -> State:
         # In the order of the ranks, and with the value of the first.
         for name in _BY_KEY:
             known_items = getattr(made, name)
-            setattr(made, name, {**known_items, **getattr(each, name), **known_items})
+            for key, item in getattr(each, name).items():
+                known_items.setdefault(key, item)
     for key in empty:
         del made.objects[key], made.paths[key]
     return made

@@ -266,17 +266,17 @@ class Keeper:
             return None
         alone = self._count == 1
 
-        def take_snapshot() -> StepResult[Snapshot, str | None]:
+        def take_snapshot() -> StepResult[Snapshot, str]:
             # The snapshot uses the memory of the last one, so that one must be written.
             self._await_save()
             snapshot = Snapshot.of(run, self._staging, self.directory, is_alone=alone)
             new_name = partial(self._folder.new_name, run.head["step"], is_file=alone)
-            name = new_name() if self._rank == 0 else None
+            name = new_name() if self._rank == 0 else ""
             deliver()  # the last moment at which an interrupt ends the save on all ranks
             return StepResult(snapshot, name)
 
         snapshot, names = self._ranks.run(take_snapshot)
-        return partial(self._write, snapshot, inside(self.directory, names[min(names)] or ""))
+        return partial(self._write, snapshot, inside(self.directory, names[min(names)]))
 
     def _write(self, snapshot: Snapshot, path: str) -> _Written:
         """Write a checkpoint, and remove those that are not kept any more."""
