@@ -42,7 +42,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going -j auto
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test slow lint types unit unit-slow timed touched skipped compat doctest html site nbval notebooks page html-noplot linkcheck \
+.PHONY: help venv gallery test slow lint types unit unit-slow touched skipped compat doctest html site nbval notebooks page html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -85,7 +85,7 @@ test: lint $(WHEEL) $(APART)  ## what everyone runs on each change: lint, types,
 	@echo "make test: everything passed"
 	@$(MAKE) --no-print-directory skipped LOGS="build/unit.log build/beside.log"
 
-slow: unit-slow timed nbval  ## the rest: worlds of four ranks, kills, faults, fuzz, many models, all notebooks
+slow: unit-slow nbval  ## the rest: worlds of four ranks, kills, faults, fuzz, many models, all notebooks
 	@echo "make slow: everything passed"
 	@$(MAKE) --no-print-directory skipped LOGS=build/unit-slow.log
 
@@ -110,10 +110,9 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	$(PY) -m pip install --quiet --no-deps --target build/wheel-site build/wheel/*.whl
 	@touch $@
 
-# A marker says which lane a test is of; tests/test_lanes.py reads these three.
-FAST_LANE := not slow and not timed
-SLOW_LANE := slow and not timed
-TIMED_LANE := timed
+# A marker says which lane a test is of; tests/test_lanes.py reads these two.
+FAST_LANE := not slow
+SLOW_LANE := slow
 # Hypothesis parses each imported module that is not below a folder named site-packages, and tries the constants
 # in it. Without the link these are 470 modules of other libraries, 4 s of each worker.
 UNIT := $(SCRATCH) mkdir -p build/apart; ln -sfn ../../.venv/apart build/apart/site-packages; \
@@ -126,9 +125,6 @@ unit: $(WHEEL) $(APART)  ## the tests of the fast lane, against the built wheel
 unit-slow: $(WHEEL) $(APART)  ## the tests of the slow lane
 	$(UNIT) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(SLOW_LANE)" $(PYTEST_ARGS) \
 	  | tee build/unit-slow.log
-
-timed: $(WHEEL) $(APART)  ## the tests that measure seconds, beside nothing else
-	$(UNIT) -m "$(TIMED_LANE)" $(PYTEST_ARGS)
 
 # What the oldest torch lacks is skipped in the tests, each with its reason. Not pinned: what a user's
 # pip finds beside that torch, which warns of what is old now. Sphinx and the tools need a newer Python.

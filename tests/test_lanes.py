@@ -29,16 +29,16 @@ def test_every_test_is_in_one_lane(marks: dict[str, set[str]]) -> None:
         chosen = [lane for lane, rule in lanes().items() if rule.evaluate(known.__contains__)]
         assert len(chosen) == 1, f"{name} is in the lanes {chosen}"
         counts[chosen[0]] += 1
-    assert set(counts) == {"FAST", "SLOW", "TIMED"}
+    assert set(counts) == {"FAST", "SLOW"}
 
 
 def test_both_lanes_run_all_that_they_choose() -> None:
     """What the README, the CI and a lane's target name is what runs the tests of that lane."""
     goals = dict(re.findall(r"^([a-z-]+):(.*?)(?:##.*)?$", MAKEFILE, re.MULTILINE))
-    for target, lane in ("unit", "FAST"), ("unit-slow", "SLOW"), ("timed", "TIMED"):
+    for target, lane in ("unit", "FAST"), ("unit-slow", "SLOW"):
         recipe = MAKEFILE.partition(f"\n{target}: ")[2].partition("\n\n")[0]
         assert f'-m "$({lane}_LANE)"' in recipe
-    assert goals["slow"].split() == ["unit-slow", "timed", "nbval"]
+    assert goals["slow"].split() == ["unit-slow", "nbval"]
     assert goals["test"].split() == ["lint", "$(WHEEL)", "$(APART)"]
     test = MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
     made = re.findall(r"^\t.*\$\(MAKE\) --no-print-directory ([a-z ]+)", test, re.MULTILINE)

@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "torchlift"
 TESTS = ROOT / "tests"
 
-#: The tests of `make unit`, and those of `make unit-slow` in addition.
-FAST, SLOW = "not slow and not timed", "not timed"
 #: Seconds of one test, and of all tests of a fault, after which a hang counts as red.
 TEST_SECONDS, SECONDS = 120, 600
 
@@ -754,7 +752,7 @@ def judge(fault: Fault, everything: bool) -> tuple[str, str, float]:
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
         site, scratch = Path(folder) / "site", Path(folder) / "tmp"
         scratch.mkdir()
-        lane = SLOW if fault.slow else FAST
+        lane = "" if fault.slow else "not slow"  # of the markers
         put_into(site, fault)
         status, first = run_tests(site, list_tests(fault, everything), lane, scratch)
     is_red = status is None or status == 1 or status < 0  # a hang, a failure or a crash
