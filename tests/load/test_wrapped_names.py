@@ -151,6 +151,16 @@ def test_a_child_with_the_name_of_a_wrapper_keeps_it() -> None:
     assert list(report.loaded) == seen.device_names == seen.transform_names == ["module.weight"]
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+def test_names_may_have_the_parts_of_some_wrappers(prefix: str) -> None:
+    """A model trained in DDP is compiled now. Batch norm reads its own entries."""
+    right, inner = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    nn.init.uniform_(right.weight)
+    state = {prefix + key: value for key, value in right.state_dict().items()}
+    torchlift.load(nn.DataParallel(compiled(inner)), state)
+    assert torch.equal(inner.weight, right.weight)
+
+
 def names_on_a_mesh() -> dict[str, list[str]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

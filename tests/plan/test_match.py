@@ -31,6 +31,7 @@ from torchlift.errors import MismatchError
         (["fc.weight", "fc.bias"], ["fc_weight", "fc_bias"]),  # another separator
         (["norm.weight", "norm.bias"], ["norm.gamma", "norm.beta"]),  # somebody's own words
         (["a.x", "b.x"], ["a.module.x", "a._orig_mod.x"]),  # two names would become one
+        (["a.x", "b.x"], ["net.a.module.x", "net.a._orig_mod.x"]),  # and below a prefix
     ],
 )
 def test_no_suggestion_is_better_than_a_wrong_one(missing, unexpected):
@@ -49,6 +50,9 @@ AS_SAVED = {
     "a compiled model in DDP": lambda key: f"module._orig_mod.{key}",
     "a compiled child": lambda key: key.replace("bert.", "bert._orig_mod."),
     "a compiled child in DDP": lambda key: "module." + key.replace("bert.", "bert._orig_mod."),
+    "compiled children in a container": lambda key: (
+        "model." + key.replace("query.", "query._orig_mod.").replace("Norm.", "Norm._orig_mod.")
+    ),
     "two wrapped children": lambda key: key.replace("bert.", "bert.module.").replace(
         "query.", "query._orig_mod."
     ),
@@ -69,6 +73,18 @@ def test_a_container_with_other_things_beside_it_is_a_root():
     """As Lightning saves: the weights of the module's child `model`, epoch and optimizer."""
     found = [f"state_dict.model.{key}" for key in BERT] + ["optimizer_states.0.state.0.exp_avg"]
     assert "pass root='state_dict.model' to load these alone" in suggest_rename(BERT, found)
+
+
+def test_a_root_and_a_rule_that_a_hint_names_load_compiled_children(tmp_path):
+    """As torchtitan saves: the optimizer lies beside the model, whose blocks are compiled."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    state = {f"{key[0]}._orig_mod{key[1:]}": value for key, value in model.state_dict().items()}
+    path = saved({"model": state, "optimizer": {"lr": torch.ones(1)}}, tmp_path)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, path)
+    called = caught.value.hint.partition("pass ")[2].rstrip(".").replace(" and rename", ", rename")
+    report = eval(f"load(model, path, {called})", {**vars(torchlift), "model": model, "path": path})
+    assert {*report.loaded} == {*model.state_dict()}
 
 
 @pytest.mark.parametrize("door", ["memory", "file", "several"])

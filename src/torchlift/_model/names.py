@@ -97,14 +97,18 @@ class Names:
     def keys(self, found: Iterable[str]) -> list[str]:
         """Return the keys of ``load_state_dict`` for names that are canonical or a wrapper's.
 
-        Each name is read in the way that leads deeper into the model. If two names would get one
-        key, all of them are a wrapper's names: a module may have a child called ``module``.
+        Each name is read in the way that leads deeper into the model. It may have the parts of some
+        of the wrappers, as the names of DDP for a model that is compiled inside DDP. If two names
+        would get one key, all of them are a wrapper's names: a module may have a child called
+        ``module``.
         """
         names = list(found)
         keys = [
-            name
-            if len(_known(name, self._to_fqn)) > len(_known(name, self._to_key))
-            else self.key(name)
+            self.key(
+                self.canonical(name)
+                if len(_known(name, self._to_fqn)) > len(_known(name, self._to_key))
+                else name
+            )
             for name in names
         ]
         return keys if len(set(keys)) == len(set(names)) else names

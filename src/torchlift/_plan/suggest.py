@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from torchlift._model.names import bare_name
 from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
 from torchlift.errors import Argument, Hint
 
@@ -59,28 +60,25 @@ def suggest_rename(
     lacking, extra = list(missing), list(unexpected)
     drop, dropped = _prefix(lacking, extra)
     add, added = _prefix(extra, lacking)
-    if drop and dropped >= added:
-        inner = _wrappers_in(lacking, [name.removeprefix(drop) for name in extra])
-        strip = _rename(inner, drop)
-        if inner or all(name.startswith(drop) for name in extra):
-            return Hint(f"The checkpoint's names start with {drop!r}: pass ", strip, ".")
-        below = f"{root}.{drop[:-1]}" if root else drop[:-1]
-        return Hint(
-            f"Some of the checkpoint's names start with {drop!r}: pass ",
-            Argument("root", repr(below), (below,)),
-            " to load these alone, or ",
-            strip,
-            ".",
-        )
-    if add:
+    if add and added > dropped:
         return Hint(
             f"The model's names start with {add!r} and the checkpoint's do not: pass ",
             Argument("rename", f"lambda key: {add!r} + key", (("^", add),)),
             ".",
         )
-    inner = _wrappers_in(lacking, extra)
-    if not inner:
-        return None
+    if not drop:  # wrappers in the middle of the names may hide it
+        drop, _ = _prefix(lacking, [bare_name(name) for name in extra])
+        if not _wrappers_in(lacking, [name.removeprefix(drop) for name in extra]):
+            return None
+    inner = _wrappers_in(lacking, [name.removeprefix(drop) for name in extra])
+    if drop:
+        strip = _rename(inner, drop)
+        if all(name.startswith(drop) for name in extra):
+            return Hint(f"The checkpoint's names start with {drop!r}: pass ", strip, ".")
+        below = f"{root}.{drop[:-1]}" if root else drop[:-1]
+        alone = Argument("root", repr(below), (below,))
+        way = (" and ", _rename(inner)) if inner else (" to load these alone, or ", strip)
+        return Hint(f"Some of the checkpoint's names start with {drop!r}: pass ", alone, *way, ".")
     reasons = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
     return Hint(f"{reasons}: pass ", _rename(inner), ".")
 
