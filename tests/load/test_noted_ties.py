@@ -120,14 +120,6 @@ def test_a_noted_tie_is_found_behind_a_url_and_in_a_set(saved: Path, tmp_path: P
         assert_filled(model, saved)
 
 
-def test_a_wrapped_model_gets_the_value_of_a_noted_tie(saved: Path) -> None:
-    """Its names have a prefix that the file's have not."""
-    model = untied()
-    report = torchlift.load(torch.compile(model, backend="eager"), saved)
-    assert_filled(model, saved)
-    assert "head.weight" in report.loaded
-
-
 def test_of_several_files_a_tie_is_of_its_own_file(saved: Path, tmp_path: Path) -> None:
     """A later file's tie counts more than an earlier file's value, and less than a later one's."""
     other = torch.full((3, 3), 9.0)
