@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -42,32 +40,6 @@ def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
     assert bool(made.eq(1).all())
 
 
-@pytest.mark.parametrize("spare", [0, 1, 4096, 2**21 - 4096, 2**21 - 1])
-def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
-    """Even where the kernel gives huge pages to everybody."""
-    child = (
-        "import sys, torch; from torchlift._transfer.pages import allocate\n"
-        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-        "allocate(1 << 22, torch.uint8, torch.device('cpu')); before = resident()\n"
-        "kept = [allocate((1 << 22) + int(sys.argv[1]), torch.uint8, torch.device('cpu')) "
-        "for _ in range(64)]\n"
-        "print((resident() - before) // 64)"
-    )
-    assert int(run(child, spare).stdout) < 32 << 10
-
-
-def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
-    """Where anonymous maps run out, memory comes from torch's own allocator."""
-
-    def none_left(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(pages.mmap, "mmap", none_left)
-    made = allocate(1 << 20, torch.float32, torch.device("cpu"))
-    assert made.fill_(2).sum() == 2 << 20
-
-
-PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 needs_filler = pytest.mark.skipif(
     open_filler() is None, reason="this kernel or sandbox has no userfaultfd"
@@ -123,21 +95,6 @@ def test_any_range_gets_its_bytes_and_nothing_else_changes(fixture, start, lengt
         write(area, start, content)
     expected[start : start + length] = content
     assert torch.equal(area, expected)
-
-
-@needs_filler
-def test_without_huge_pages_all_complete_pages_are_filled(no_huge_pages):
-    """The switch of the kernel may say never."""
-    assert write(new_memory(4 * MIB), 0, pattern(4 * MIB)) == []
-
-
-@needs_filler
-def test_pages_that_exist_are_left_to_the_caller(no_huge_pages):
-    """The kernel does not replace a page, for example of a live tensor that is loaded again."""
-    area = new_memory(4 * MIB)
-    area[2 * MIB + 5 * PAGE] = 1
-    assert write(area, 0, pattern(4 * MIB)) == [(2 * MIB + 5 * PAGE, 4 * MIB)]
-    assert torch.equal(area, pattern(4 * MIB))
 
 
 def test_memory_of_others_is_never_filled(no_huge_pages, monkeypatch):
@@ -212,21 +169,6 @@ def test_an_interrupt_leaves_nothing_registered(monkeypatch, no_huge_pages, at):
         write(area, 0, pattern(4 * MIB))
     gc.collect()
     assert ends(lambda: area.sum().item())
-
-
-@needs_filler
-def test_memory_that_stays_registered_is_an_error(monkeypatch, no_huge_pages):
-    """The kernel needs one more map to divide a registered range, and a process has a limit."""
-    control = Filler._control
-    monkeypatch.setattr(
-        Filler,
-        "_control",
-        lambda self, number, argument: (
-            number != userfault._UNREGISTER and control(self, number, argument)
-        ),
-    )
-    with pytest.raises(MemoryError, match="too many maps"):
-        write(new_memory(4 * MIB), 0, pattern(4 * MIB))
 
 
 @needs_filler
