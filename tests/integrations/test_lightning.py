@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from ranks import run_workers
 from torch import nn
 
 import torchlift
-from torchlift.errors import CheckpointError, IntegrityError, PlacementError
+from torchlift.errors import IntegrityError, PlacementError
 
 pytest.importorskip("pytorch_lightning")
 with warnings.catch_warnings():
@@ -22,7 +21,6 @@ with warnings.catch_warnings():
     import pytorch_lightning as lightning
     from lightning_fabric import Fabric
     from pytorch_lightning.callbacks import ModelCheckpoint
-    from pytorch_lightning.plugins import AsyncCheckpointIO
 
     from torchlift.integrations.lightning import CheckpointIO, RankStates
 
@@ -162,28 +160,6 @@ def test_older_checkpoints_are_removed_and_the_last_is_found(tmp_path: Path) -> 
         assert not (tmp_path / name).exists()
 
 
-def test_a_trainer_saves_in_a_thread(tmp_path: Path) -> None:
-    """By Lightning's own plugin around this one."""
-    trainer = trainer_of(tmp_path, {}, plugins=[AsyncCheckpointIO(CheckpointIO())])
-    trainer.fit(Noisy(), Stream())
-    assert torchlift.verify(tmp_path / "step=12.ckpt").ok
-
-
-def test_what_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    """And not by the process that wants to go on; the older file stays as it was."""
-    model = Noisy()
-    trainer = trainer_of(tmp_path, {}, max_steps=1)
-    trainer.fit(model, Stream())
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    before = (tmp_path / "x.ckpt").read_bytes()
-    model.hparams["callback"] = sys.stdout
-    with pytest.raises(CheckpointError, match=r"hyper_parameters\.callback"):
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-    assert (tmp_path / "x.ckpt").read_bytes() == before
-    with pytest.raises(TypeError, match="storage_options"):
-        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"key": "a"})
-
-
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.Linear(2, 1)])
 def test_a_module_among_the_hyperparameters_is_refused(loss: nn.Module, tmp_path: Path) -> None:
     """Its state dict was written in its place. The way out of the error, in Lightning's words."""
@@ -232,22 +208,6 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="damaged"):
         trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=path)
     assert CheckpointIO(verify=False).load_checkpoint(path)["global_step"] == 1
-
-
-def test_places_of_other_ranks_are_an_error(tmp_path: Path) -> None:
-    """Where they differ; where they are equal each of the new ranks gets the one."""
-    trainer = trainer_of(tmp_path, {}, max_steps=3)
-    trainer.fit(Noisy(), Stream())
-    io = CheckpointIO()
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    state = io.load_checkpoint(tmp_path / "one.ckpt")
-    (own,) = state["torchlift_ranks"]
-    for name, place in (("same", own["loaders"]), ("other", [{"at": 1, "start": 9}])):
-        state["torchlift_ranks"] = [own, {**own, "loaders": place}]
-        io.save_checkpoint(state, tmp_path / f"{name}.ckpt")
-    trainer_of(tmp_path, {}, max_steps=4).fit(Noisy(), Stream(), ckpt_path=tmp_path / "same.ckpt")
-    with pytest.raises(PlacementError, match="number of ranks"):
-        trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=tmp_path / "other.ckpt")
 
 
 def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_workers
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import torchlift
 from torchlift.integrations.transformers import KeeperCallback
@@ -172,47 +172,6 @@ def test_the_way_out_of_load_best_model_at_end_works(tmp_path: Path) -> None:
     torchlift.load(trainer.model, best, root="model")
     with torchlift.open(best, root="model") as ckpt:
         assert torchlift.diff(ckpt, trainer.model.state_dict()).equal
-
-
-def test_arguments_without_effect_are_warned_of(tmp_path: Path) -> None:
-    """By their names."""
-    callback = KeeperCallback(tmp_path / "kept")
-    trainer = trainer_of(
-        tmp_path / "out", callback, Noisy(), save_total_limit=2, save_only_model=True, max_steps=1
-    )
-    callback.resume(trainer)
-    with pytest.warns(RuntimeWarning, match=r"without effect .*save_total_limit .*save_only_model"):
-        trainer.train()
-
-
-def test_other_callbacks_hear_of_a_save(tmp_path: Path) -> None:
-    """And the Trainer saves its own files again once the callback is gone."""
-
-    class Heard(TrainerCallback):
-        steps: ClassVar[list[int]] = []
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.steps.append(state.global_step)
-
-    callback = KeeperCallback(tmp_path / "kept")
-    trainer = trainer_of(tmp_path / "out", callback, Noisy(), max_steps=8)
-    trainer.add_callback(Heard())
-    callback.resume(trainer)
-    trainer.train()
-    assert Heard.steps == [4, 8]
-    trainer.remove_callback(callback)
-    trainer.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "checkpoint-4", "checkpoint-8",
-    ]  # fmt: skip
-
-
-def test_a_callback_that_cannot_keep_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    """It was not told its trainer."""
-    callback, model = KeeperCallback(tmp_path / "kept"), Noisy()
-    with pytest.raises(RuntimeError, match=r"callback\.resume\(trainer\)"):
-        trainer_of(tmp_path / "out", callback, model).train()
-    assert not model.losses
 
 
 def test_a_run_that_goes_on_is_told_from_one_that_begins_anew(tmp_path: Path) -> None:

@@ -279,6 +279,25 @@ def test_an_array_of_what_numpy_has_not_stays_blocked(path: Any, code: str | Non
     assert dict(ckpt.objects) == {}
 
 
+@pytest.mark.parametrize(
+    ("code", "shape", "fits"),
+    [("S1", (0,), True), ("U3", (2, 0), True), ("f8", (0, 3), True), ("b1", (0,), True),
+     ("f8", (0,) * 32, True), ("f8", (0, 1 << 61, 1 << 61), False), ("f8", (1 << 61, 0), False),
+     ("S9", (1 << 61, 0), False), ("f8", (1,) * 64 + (0,), False), ("U1", (0, 1 << 61, 8), False)],
+)  # fmt: skip
+def test_an_empty_array_comes_back_if_numpy_takes_its_size(path, code, shape, fits):
+    """Or the file is refused as it is opened, like a tensor of such a shape."""
+    saved(path, o=Described(code, shape, b""), w=torch.ones(1))
+    if not fits:
+        with pytest.raises(torchlift.FormatError, match="the size of an array does not match its"):
+            torchlift.open(path)
+        return
+    ckpt = torchlift.open(path)
+    for found in (ckpt.objects["o"], ckpt.tree()["o"]):
+        assert found.shape == shape
+        assert found.dtype == np.dtype(code)
+
+
 class Holder(Int8):
     """A wrapper that has others among its attributes."""
 

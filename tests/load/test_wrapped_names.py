@@ -108,22 +108,6 @@ def test_rules_of_remap_are_written_from_the_report(name: str) -> None:
         assert caught.value.entry == prefix
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"device": lambda entry: "cuda:99" if entry.key == "0.bias" else None},
-        {"dtype": lambda entry: "int8" if entry.key == "0.bias" else None},
-        {"transform": lambda key, tensor: tensor.to_sparse() if key == "0.bias" else tensor},
-        {"mode": "copy", "dtype": remap.by_key({"0.bias": "float64"})},
-    ],
-)
-def test_errors_have_these_names(words: Any, name: str) -> None:
-    with pytest.raises(torchlift.PlacementError) as caught:
-        torchlift.load(WRAPPERS[name](two()), two().state_dict(), **words)
-    assert caught.value.entry == "0.bias"
-
-
 def test_a_child_with_the_name_of_a_wrapper_keeps_it() -> None:
     """Only the first ``module`` is of the wrapper."""
     inner, seen = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)}), Seen()

@@ -294,14 +294,6 @@ def test_a_child_that_is_over_ran_its_exit_functions_and_its_threads_to_the_end(
     assert {path.name for path in tmp_path.iterdir()} == {"at exit", "in a thread"}
 
 
-@pytest.mark.parametrize("fork", [True, False])
-def test_a_child_that_ends_early_left_no_result(fork: bool) -> None:
-    """An exit that looks like success is none, and what was printed is told."""
-    with pytest.raises(ChildError, match="did not return a result") as caught:
-        in_child(lambda: print("nearly") or sys.exit(0), fork=fork)
-    assert (caught.value.returncode, caught.value.stdout) == (0, "nearly\n")
-
-
 def test_when_the_zygote_is_killed_its_child_is_one_error_and_the_next_call_works() -> None:
     """The system kills what has most memory, and gives no reason."""
     before = in_child(os.getppid).value
