@@ -1,4 +1,4 @@
-"""The comparison: what it generates, that like meets like, and how it reports failure."""
+"""The comparison of loaders: that like meets like, and how it reports failure."""
 
 from __future__ import annotations
 
@@ -48,9 +48,6 @@ def run_in_process(way: str, path: Path, root: str | None = None, cast: str = ""
     entry = next(w for w in WAYS if w.name == way)
     job = loading.Job(str(path), root, cast=cast)
     return loading.digest(loading.prepare(entry, job)())
-
-
-# ---- generating
 
 
 # ---- comparing

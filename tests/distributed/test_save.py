@@ -1,4 +1,4 @@
-"""The consolidated file of one process, and of ranks of which some are killed."""
+"""Saves of more files than may be open, without a file of a rank, and of ranks that are killed."""
 
 from __future__ import annotations
 

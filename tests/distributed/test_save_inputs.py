@@ -1,4 +1,4 @@
-"""What is saved into one file: odd views and names; and where: wrong arguments, modes, links."""
+"""What is saved into one file: odd views and names, arrays, objects; and wrong arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copy of a state on the host: equal values, ties that stay, the memory of the last copy."""
+"""The copy of a state on the host: equal values, and ties that stay."""
 
 from __future__ import annotations
 

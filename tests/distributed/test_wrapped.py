@@ -1,4 +1,4 @@
-"""Models in torch's wrappers for ranks: one naming, and no rank's piece for the whole."""
+"""FullyShardedDataParallel: no rank's flat piece is saved for the whole."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_workers
+import torch.distributed as dist
+from ranks import on
 from torch import nn
 
 import torchlift
@@ -20,7 +21,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import pytorch_lightning as lightning
     from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
     from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.strategies import DDPStrategy
 
     from torchlift.integrations.lightning import CheckpointIO, RankStates
 
@@ -230,10 +233,49 @@ def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
     assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"])
 
 
+# ---- on ranks
+
+
+class Group(LightningEnvironment):
+    """The ranks that are there already."""
+
+    creates_processes_externally = True  # type: ignore[assignment]
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def fit(folder: Path, start: int, path: Path | None = None) -> Any:
+    environment = Group()
+    strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=environment)
+    model = Noisy()
+    torch.manual_seed(start)
+    trainer = trainer_of(folder, {"every_n_train_steps": 4}, strategy=strategy, devices=2)
+    trainer.fit(model, Stream(start), ckpt_path=path)
+    return model
+
+
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
+@on(2)
+def test_two_ranks_go_on_bit_by_bit(folder: Path) -> None:
     """Under DDP, each with its own random numbers and its own place in its data."""
-    found = run_workers(Path(__file__).with_name("workers_lightning.py"), 2, tmp_path)
-    assert len(found) == 1
-    assert not any(found.values()), found
+    torch.manual_seed(0)
+    first = fit(folder / "a", 10 + dist.get_rank())
+    torch.manual_seed(7)
+    again = fit(folder / "b", 50 + dist.get_rank(), folder / "a" / "step=4.ckpt")
+    assert again.losses == first.losses[4:]
+    assert len(again.losses) == 8
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses: list[Any] = [None, None]
+    dist.all_gather_object(losses, first.losses)
+    assert losses[0] != losses[1]

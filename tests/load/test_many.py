@@ -1,4 +1,4 @@
-"""Checkpoints of many small tensors: what each of them costs, counted in calls."""
+"""Many small tensors that are loaded in one step: what hangs on them, and what fails late."""
 
 from __future__ import annotations
 

@@ -28,9 +28,6 @@ def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
     return folder / name
 
 
-# -- extra state ------------------------------------------------------------------------------
-
-
 # -- _load_from_state_dict --------------------------------------------------------------------
 
 
@@ -128,12 +125,6 @@ def test_an_override_loads_integers_into_a_trained_parameter(tmp_path: Path, sca
     assert torch.equal(skeleton.weight, held)
 
 
-# -- pre-hooks --------------------------------------------------------------------------------
-
-
-# -- post-hooks -------------------------------------------------------------------------------
-
-
 # -- modules of torch that load in their own way ----------------------------------------------
 
 
@@ -153,6 +144,3 @@ def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> No
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.device.type == "cpu"
     assert (model[2].bias == 1).all()
-
-
-# -- what plan says ---------------------------------------------------------------------------

@@ -199,6 +199,3 @@ def test_an_interrupt_while_a_subclass_is_written_takes_all_back(tmp_path):
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         torchlift.load(model, saved(randomised(Two()), tmp_path))
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-# --- many at once -----------------------------------------------------------------------------
