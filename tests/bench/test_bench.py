@@ -1,9 +1,8 @@
-"""The comparison: what it generates, that like meets like, and how it reports failure."""
+"""The comparison of loaders: that like meets like, and how it reports failure."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from generated import Stack, make_checkpoint
-from safetensors.torch import load_file
-from torch import nn
+from generated import make_checkpoint
 
 import torchlift
-from torchlift import FormatError, bench
+from torchlift import bench
 from torchlift._system.text import parse_size
 from torchlift.bench import WAYS, Comparison, Result, Way, loading
 from torchlift.bench.comparison import cached_bytes, drop_pages
@@ -51,25 +48,6 @@ def run_in_process(way: str, path: Path, root: str | None = None, cast: str = ""
     entry = next(w for w in WAYS if w.name == way)
     job = loading.Job(str(path), root, cast=cast)
     return loading.digest(loading.prepare(entry, job)())
-
-
-# ---- generating
-
-
-def test_both_formats_hold_the_same_numbers_and_fit_the_model(tmp_path) -> None:
-    """The generated file loads strictly into `Stack` with the returned arguments."""
-    arguments = {
-        format: make_checkpoint(tmp_path / format, nbytes=MIB, tensors=5, format=format)
-        for format in FORMATS
-    }
-    assert arguments["torch-zip"] == arguments["safetensors"]
-    from_torch = torch.load(tmp_path / "torch-zip")
-    from_safetensors = load_file(tmp_path / "safetensors")
-    model = Stack(*arguments["torch-zip"])
-    model.load_state_dict(from_torch, strict=True)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, from_safetensors[key])
-    assert model(torch.ones(2, arguments["torch-zip"][2])).isfinite().all()
 
 
 # ---- comparing
@@ -137,31 +115,6 @@ def test_a_file_without_its_model_is_compared_too(tmp_path, way, root) -> None:
     assert run_in_process(way, path, root) == run_in_process("torch-load", path, root)
 
 
-def test_a_tie_that_a_file_notes_is_compared_under_its_first_name(tmp_path: Path) -> None:
-    """A safetensors file stores one of the two names, and other libraries load that one."""
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    model["b"].weight = model["a"].weight
-    torchlift.save(model, tmp_path / "tied.safetensors")
-    ways = ["safetensors-file", "safetensors-clone", "torchlift-mmap", "torchlift-read"]
-    found = bench.compare(tmp_path / "tied.safetensors", only=ways, repeat=1)
-    assert not any(result.error for result in found.results.values())
-    assert not found.different
-
-
-def test_a_changed_number_changes_the_digest() -> None:
-    """First, last and middle elements, shapes, names and dtypes all count."""
-    base = loading.digest({"w": torch.arange(15.0).view(3, 5)})
-    for place in ((0, 0), (2, 4)):
-        changed = torch.arange(15.0).view(3, 5)
-        changed[place] += 1
-        assert loading.digest({"w": changed}) != base
-    assert loading.digest({"v": torch.arange(15.0).view(3, 5)}) != base
-    assert loading.digest({"w": torch.arange(15.0).view(5, 3)}) != base
-    assert loading.digest({"w": torch.arange(15.0).double().view(3, 5)}) != base
-    transposed = torch.arange(15.0).view(3, 5).t().contiguous().t()
-    assert loading.digest({"w": transposed}) == base
-
-
 def fake(name: str, digest: str, seconds: float = 1.0, **way) -> Result:
     """A finished result of a way that does not exist."""
     return Result(Way(name, name, name, **way), [seconds], [0.0], [float("nan")], digest)
@@ -209,15 +162,6 @@ def test_a_way_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch, capsys
     assert "failed: " in capsys.readouterr().out
 
 
-def test_every_run_is_printed_as_it_ends(small, capsys) -> None:
-    """With ``progress=True`` the ways are listed in turns, round after round."""
-    names = ["torch-load", "torchlift-mmap"]
-    found = bench.compare(small, only=names, repeat=2, progress=True)
-    ways = [found.results[name].way.summary for name in names]
-    printed = [line.rpartition(": ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert printed == [f"round {turn}: {way}" for turn in (1, 2) for way in ways]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -230,14 +174,6 @@ def test_a_comparison_that_makes_no_sense_is_refused(generated, options, message
     """The message names what was asked for and what there is."""
     with pytest.raises(ValueError, match=message):
         bench.compare(generated, **options)
-
-
-def test_a_way_for_another_format_is_refused_by_name(tmp_path) -> None:
-    """Asking for safetensors' loader on a torch file is an error, not an empty table."""
-    path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="safetensors-file cannot read a torch-zip checkpoint"):
-        bench.compare(path, only=["safetensors-file"])
 
 
 def test_a_way_that_needs_a_missing_package_is_refused_by_name(generated, request, monkeypatch):
@@ -265,12 +201,6 @@ def test_a_way_of_the_caller_takes_part(small) -> None:
     assert "my loader" in str(comparison)
 
 
-def test_a_missing_container_is_an_error_of_the_library(generated) -> None:
-    """A root that the file lacks is reported like everywhere else."""
-    with pytest.raises(FormatError, match="does not contain this container"):
-        loading.Job(str(generated), "nowhere")
-
-
 # ---- what the machine can do, and what it has already
 
 
@@ -290,12 +220,6 @@ def test_the_cached_bytes_of_a_file_are_counted(generated) -> None:
     assert 0 < cached_bytes([name]) < size
 
 
-def test_of_a_file_that_one_may_not_write_to_nothing_is_counted(generated, monkeypatch) -> None:
-    """Linux would call every page of it resident, also right after it was dropped."""
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert math.isnan(cached_bytes([str(generated)]))
-
-
 def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:
     """The bytes that stayed in the cache are in every row, the most of them below the table."""
     comparison = bench.compare(small, only=["torch-load", "torchlift-read"], repeat=1, cold=True)
@@ -308,17 +232,6 @@ def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:
 
 
 # ---- other libraries, a cast, a device
-
-
-@pytest.mark.slow
-def test_all_ways_cast_where_they_are_told_to(generated, request) -> None:
-    """They agree on every bit; none of them maps, since nothing could be mapped."""
-    format = request.node.callspec.params["generated"]
-    ways = [w.name for w in WAYS if not w.obstacle(format, cast="bfloat16")]
-    assert not {"torchlift-mmap", "torch-mmap", "safetensors-file"} & {*ways}
-    assert len(ways) >= 2
-    digests = {name: run_in_process(name, generated, cast="bfloat16") for name in ways}
-    assert len(set(digests.values())) == 1, digests
 
 
 def test_a_folder_of_dcp_and_shards_of_torch_files_are_compared(tmp_path) -> None:

@@ -11,7 +11,7 @@ import bench
 import pytest
 import torch
 from generated import make_checkpoint
-from growth import GROWTHS, Growth, grow
+from growth import GROWTHS, grow
 
 MIB = 2**20
 
@@ -73,11 +73,3 @@ def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
     assert "not done" in growth.left_out["torchlift.skeleton, load"]
     assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
     assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None
-
-
-def test_the_power_of_a_growth_is_that_of_its_last_two_sizes() -> None:
-    """A cost that grows with the square has the power 2."""
-    seconds = {"square": [[9.0], [1.0], [100.0]], "one": [[1.0]]}
-    growth = Growth("modules", (1, 10, 100), seconds, {}, {})
-    assert growth.exponent("square") == pytest.approx(2.0)
-    assert "n^2.0" in str(growth)

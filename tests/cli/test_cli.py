@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from argparse import Namespace
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -20,11 +19,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import tensor, write_zip
-from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift import open as open_index
-from torchlift.cli.output import print_json, spelled
+from torchlift.cli.output import spelled
 from torchlift.errors import Argument, Hint
 
 
@@ -176,15 +174,6 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
         assert (done.returncode, why in done.stdout) == (status, True)
 
 
-def test_inspect_as_json_is_one_document(small) -> None:
-    """--json gives keys, shapes and byte ranges to a program."""
-    done = torchlift("inspect", small, "--json")
-    data = json.loads(done.stdout)
-    assert data["format"] == "safetensors"
-    assert [entry["key"] for entry in data["tensors"]] == ["a.weight", "a.bias", "b.weight"]
-    assert data["nbytes"] == 24
-
-
 @pytest.mark.parametrize(
     ("options", "listed", "rest"),
     [([], 40, "... and 10 more lines\n"), (["--rows", "1"], 1, "... and 49 more lines\n"),
@@ -246,14 +235,6 @@ def test_every_command_explains_itself(name) -> None:
     assert done.stdout.startswith(f"usage: torchlift {name}")
 
 
-def test_a_hostile_file_name_stays_on_its_line() -> None:
-    """The name of a missing file is escaped in the error."""
-    done = torchlift("inspect", "no\x1b[31m\nsuch")
-    assert done.returncode == 1
-    assert r"no\x1b[31m\nsuch" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_key_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
     """With an ASCII terminal a Japanese key is printed as escapes, not as a traceback."""
     path = write_safetensors(tmp_path / "utf8.safetensors", "重み")
@@ -273,12 +254,6 @@ def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
-
-
-def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
-    """nan and infinity become null, wherever they are."""
-    print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})
-    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None, 2]], "b": "é"}
 
 
 def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
@@ -335,80 +310,6 @@ def test_an_error_is_json_too_when_json_is_asked_for(tmp_path) -> None:
         assert error.get("file") in (None, str(tmp_path / "map"), str(tmp_path / "x"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["plan", "x", "--rename", "x"],
-        ["plan", "x", "--model", "x"],
-        ["plan", "x", "--model-args", "{}"],
-        ["plan", "x", "--model", "a:b", "--model-args", "{"],
-        ["plan", "x", "--ranks", "2", "--device", "cpu"],
-        ["plan", "x", "--device-map", "{"],
-        ["diff", "x"],
-        ["diff", "x", "y", "--rtol", "much"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_does_not_wait_for_torch(words) -> None:
-    """Options are checked before anything is imported for them."""
-    code = (
-        "import sys; from torchlift.cli import main; status = main(sys.argv[1:]); "
-        "print('torch' in sys.modules); sys.exit(status)"
-    )
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("path", "hint"),
-    [
-        ("nobody/some-model", "hf download nobody/some-model --local-dir some-model"),
-        ("nobody/some-model", "open hf://nobody/some-model, or download it first"),
-        ("https:/example.org/model.pt", "pass it as text, https://..."),
-        ("~/model.pt", "A ~ stands for nothing here"),
-        ("model.pt", "The file does not exist: check the path."),
-        ("folder/model.pt", "The file does not exist: check the path."),
-    ],
-)
-def test_what_is_no_path_is_named_for_what_it_is(tmp_path, monkeypatch, path, hint) -> None:
-    """The name of a repository, or a URL; and what is to be done with it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    done = torchlift("inspect", path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert hint in done.stderr
-    assert str(tmp_path) in done.stderr
-
-
-def test_layers_in_several_shards_are_one_line_as_in_one_file(tmp_path) -> None:
-    """Whichever file holds which of a layer's tensors, and in whatever order."""
-    names = [f"layers.{n}.{name}" for n in range(4) for name in ("q", "k")]
-    shards = {"b.safetensors": names[:5][::-1], "a.safetensors": names[5:]}
-    for file, held in shards.items():
-        save_file({name: torch.ones(2) for name in held}, tmp_path / file)
-    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    rest = ["4", "32", "B", "float32", "2"]
-    assert sorted(table(tmp_path)[1:]) == [["layers.*.k", *rest], ["layers.*.q", *rest]]
-
-
-def test_what_torch_thinks_of_a_kind_of_tensor_is_not_repeated_to_a_reader(tmp_path) -> None:
-    """That sparse CSR is in beta is news to who writes such files."""
-    dense = torch.eye(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        odd = {
-            "csr": dense.to_sparse_csr(),
-            "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
-        }
-        torch.save(odd, tmp_path / "odd.pt")
-    path = tmp_path / "odd.pt"
-    for words in (["inspect", path, "--stats"], ["diff", path, path]):
-        done = torchlift(*words)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_root_on_what_only_unpickling_could_rebuild_says_so(tmp_path) -> None:
     """With what is in it, and the status of a file that would run code."""
     torch.save({"model": {"w": torch.ones(2)}, "args": Namespace(w=torch.ones(2))},
@@ -417,16 +318,6 @@ def test_root_on_what_only_unpickling_could_rebuild_says_so(tmp_path) -> None:
     assert done.returncode == 3
     assert "'args': only unpickling could rebuild it, through argparse.Namespace" in done.stderr
     assert "found 1 tensor in it" in done.stderr
-
-
-def test_inspect_sums_up_modules_to_a_depth(tmp_path: Path) -> None:
-    """A line for each module, with the number and the bytes of its tensors."""
-    path = tmp_path / "m.safetensors"
-    save_file({f"m.{n}.w": torch.ones(2, 3) for n in range(3)} | {"head": torch.ones(1)}, path)
-    lines = torchlift("inspect", path, "--depth", "1").stdout.rpartition("key")[2].split("\n")
-    assert [line.split() for line in lines[1:] if line] == [
-        ["head", "1", "4", "B", "float32", "1"], ["m", "3", "72", "B"],
-    ]  # fmt: skip
 
 
 def test_bash_completes_commands_options_and_values() -> None:
@@ -444,12 +335,6 @@ def test_bash_completes_commands_options_and_values() -> None:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.split() == expected
-
-
-def test_a_completion_is_json_too_when_json_is_asked_for() -> None:
-    """The script is one text in it."""
-    found = json.loads(torchlift("completion", "bash", "--json").stdout)
-    assert found == {"script": torchlift("completion", "bash").stdout}
 
 
 def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys) -> None:

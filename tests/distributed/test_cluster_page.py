@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import torchlift
 
@@ -215,86 +214,3 @@ def test_a_run_that_gets_sigusr1_saves_and_resumes(place: Path) -> None:
     resumed, status = launch(place, line)
     assert status == 0
     assert resumed[0] == f"from step {last} on 2 x cpu"
-
-
-def _lora() -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    class Lora(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model, mesh = nn.Sequential(Lora(), Lora()), init_device_mesh("cpu", (2,))
-    for each in (*model, model):
-        fully_shard(each, mesh=mesh)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return model, trained, torch.optim.AdamW(trained, lr=0.1)
-
-
-def _train_lora(folder: str) -> list[list[float]]:
-    found = []
-    for steps in (1, 0):
-        model, trained, optimizer = _lora()
-
-        def train(
-            count: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
-        ) -> list[float]:
-            losses = []
-            for _ in range(count):
-                losses.append(model(torch.ones(2, 8)).square().mean())
-                losses[-1].backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return [loss.item() for loss in losses]
-
-        state = {"adapter": nn.ParameterList(trained), "optimizer": optimizer}
-        with torchlift.Keeper(folder) as keeper:
-            assert keeper.resume(state) == (None if steps else 1)
-            if steps:
-                train(steps)
-                keeper.save(1, state)
-            keeper.wait()
-            found.append(train(3))
-    return found
-
-
-@pytest.mark.distributed
-def test_adapters_under_fsdp2_are_saved_without_their_base(tmp_path: Path) -> None:
-    """As a ParameterList of what is trained."""
-    for found in torchlift.distributed.on_ranks(2, _train_lora, str(tmp_path)):
-        assert found[0] == found[1]
-    with torchlift.open(tmp_path / "step-000000001", root="adapter") as ckpt:
-        assert [*ckpt] == ["0", "1", "2", "3"]
-
-
-def _falling(step: int, steps: int) -> float:
-    return 1 - step / steps
-
-
-@pytest.mark.parametrize("kind", ["cosine", "lambda"])
-def test_a_finished_run_that_is_made_longer(tmp_path: Path, kind: str) -> None:
-    """The old cosine rises again; a function is that of the new start."""
-    for steps in (4, 8):
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler: torch.optim.lr_scheduler.LRScheduler
-        if kind == "cosine":
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        else:
-            rate = partial(_falling, steps=steps)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        state, rates = {"model": model, "optimizer": optimizer, "scheduler": scheduler}, []
-        with torchlift.Keeper(tmp_path) as keeper:
-            for step in range(keeper.resume(state) or 0, steps):
-                optimizer.step()
-                scheduler.step()
-                rates.append(round(optimizer.param_groups[0]["lr"], 3))
-                keeper.save(step + 1, state)
-    assert rates == ([0.146, 0.5, 0.854, 1.0] if kind == "cosine" else [0.375, 0.25, 0.125, 0.0])

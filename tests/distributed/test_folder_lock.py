@@ -8,10 +8,7 @@ import os
 import signal
 import socket
 import subprocess
-import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -183,45 +180,6 @@ def test_two_keepers_of_one_process_are_refused_by_any_path(tmp_path: Path) -> N
     del abandoned
     gc.collect()
     torchlift.Keeper(paths[0]).close()
-
-
-def test_threads_that_start_keepers_at_one_time(tmp_path: Path) -> None:
-    """One of them has the folder, and another process is refused as long as it is open."""
-    found = list[torchlift.Keeper]()
-
-    def start() -> None:
-        with suppress(CheckpointError):
-            found.append(torchlift.Keeper(tmp_path))
-
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    (keeper,) = found
-    with holder(tmp_path) as job:
-        assert line_of(job).startswith("refused")
-    keeper.close()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_lock_that_could_not_be_removed_keeps_nobody_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that fails for a moment when a keeper is closed."""
-    unlink = os.unlink
-
-    def failing(path: Any, **options: Any) -> None:
-        if str(path).endswith(folder_lock.NAME):
-            raise OSError(5, "no luck")
-        unlink(path, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing)
-        torchlift.Keeper(tmp_path).close()
-    assert os.listdir(tmp_path) == [folder_lock.NAME]
-    torchlift.Keeper(tmp_path).close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_forked_child_neither_holds_nor_releases(tmp_path: Path) -> None:

@@ -193,16 +193,6 @@ class Doubling(nn.Module):
         return found
 
 
-class Failing(Doubling):
-    """Refuses on the last rank, once its values are in place."""
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().load_state_dict(*args, **kwargs)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise ValueError("too old")
-        return found
-
-
 def halved(folder: Path, kind: type[nn.Module]) -> tuple[Path, dict[str, torch.Tensor]]:
     """Return a file, and the values of its model."""
     expected = net(kind).state_dict()
@@ -234,17 +224,6 @@ def test_a_class_s_own_load_state_dict_is_called_on_every_rank(folder: Path) -> 
     model = fsdp(Doubling())
     set_model_state_dict(model, state)
     require_equal(model, expected, "sharded")
-
-
-@on(*WORLDS)
-def test_a_class_s_own_load_state_dict_that_fails_on_one_rank_stops_all(folder: Path) -> None:
-    path, _ = halved(folder, Failing)
-    model = fsdp(Failing())
-    before = {name: local_of(t).clone() for name, t in model.state_dict().items()}
-    with pytest.raises((ValueError, CheckpointError), match="too old"):
-        torchlift.load(model, path)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(before[name], local_of(tensor)), name
 
 
 class One(nn.Module):
@@ -415,32 +394,6 @@ def test_loads_after_a_forward_pass(folder: Path) -> None:
         require_equal(model, net().state_dict(), mode)
 
 
-@on(*WORLDS)
-def test_a_sharded_skeleton_is_materialized_in_shards(folder: Path) -> None:
-    model: Any = fsdp(torchlift.skeleton(Net))
-    torchlift.materialize(model)
-    assert torch.equal(model.norm.weight.full_tensor(), torch.ones(8))
-    assert model.up.weight.to_local().shape == fsdp(net()).up.weight.to_local().shape
-
-
-@on(*WORLDS)
-def test_a_load_that_a_hook_undoes_is_not_seen_by_the_next_pass(folder: Path) -> None:
-    """FSDP keeps references of its own to the shards' memory."""
-    path, x = full_file(folder), torch.tensor([[1, 5, 11]])
-
-    def refuse(module: nn.Module, keys: Any) -> None:
-        raise ValueError("no")
-
-    for mode in ("copy", "assign", "swap"):
-        model: Any = fsdp(net(seed=1))
-        before = model(x).detach().clone()
-        handle = model.register_load_state_dict_post_hook(refuse)
-        with pytest.raises(ValueError, match="no"):
-            torchlift.load(model, path, mode=mode)
-        handle.remove()
-        assert torch.equal(model(x), before), mode
-
-
 # ---- one rank fails --------------------------------------------------------------------------
 
 
@@ -475,32 +428,6 @@ def test_one_rank_that_fails_stops_all(folder: Path) -> None:
             assert len(set(everywhere(text))) == 1, everywhere(text)
             for key, value in model.state_dict().items():
                 assert torch.equal(local_of(value), before[key]), (how, key)
-
-
-@on(4)
-def test_meshes_that_overlap_in_one_rank_load_together(folder: Path) -> None:
-    """A rank inside one of them cannot know that another is inside both."""
-    rank = dist.get_rank()
-    left, right = (DeviceMesh("cpu", list(pair)) for pair in ((0, 1), (1, 2)))
-    path = folder / "overlap.pt"
-    if rank == 0:
-        torch.save({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, path)
-    for failing in (None, 0, 2):
-        model: Any = nn.Module()
-        for name, mesh in (("a", left), ("b", right)):
-            mine = torch.zeros(2 if mesh.get_coordinate() is not None else 0, 2)
-            made = DTensor.from_local(mine, mesh, [Shard(0)], shape=(4, 2), stride=(2, 1))
-            model.register_parameter(name, nn.Parameter(made))
-        dist.barrier()
-        if rank > 2:
-            continue
-        if failing is None:
-            torchlift.load(model, path)
-            assert all(bool(local_of(p).eq(1).all()) for p in model.parameters())
-            continue
-        with pytest.raises(FormatError, match=f"on rank {failing}"):
-            torchlift.load(model, folder / "nowhere.pt" if rank == failing else path)
-        assert all(bool(local_of(p).eq(0).all()) for p in model.parameters())
 
 
 @on(*WORLDS)
@@ -576,26 +503,6 @@ def test_loads_what_any_number_of_ranks_saved(saved: Path) -> None:
             made = One(distribute_tensor(torch.zeros(7, 3), mesh, [placement]))
             torchlift.load(made, path, rename=lambda key: "w")
             assert torch.equal(made.w.full_tensor(), net().odd), (path, placement)
-
-
-@on(*WORLDS)
-def test_a_part_of_a_checkpoint_is_the_same_part_on_all_ranks(folder: Path) -> None:
-    """What is left out keeps its local values; a pattern that fits nothing is an error of all."""
-    path = folder / "saved.pt"
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for value in model.parameters():
-        nn.init.zeros_(value)
-    if dist.get_rank() == 0:
-        torch.save({key: torch.ones_like(v) for key, v in model.state_dict().items()}, path)
-    dist.barrier()
-    fully_shard(model, mesh=cpu_mesh())
-    report = torchlift.load(model, path, include=["0.*"])
-    assert report.missing_keys == ["1.weight", "1.bias"]
-    assert sorted(report.loaded) == ["0.bias", "0.weight"]
-    with pytest.raises(MismatchError, match=r"no key fits the pattern '2\.\*'"):
-        torchlift.load(model, path, exclude=["2.*"])
-    for name, value in model.named_parameters():
-        assert (value.to_local() == name.startswith("0.")).all(), name
 
 
 @on(*WORLDS)

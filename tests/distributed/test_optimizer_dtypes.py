@@ -178,22 +178,6 @@ def test_a_state_that_was_saved_beside_weights_of_the_same_dtype_is_not_cast(
     assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adam, fused", "SGD"])
-def test_a_keeper_resumes_a_run_with_weights_of_another_dtype(name: str, tmp_path: Path) -> None:
-    """Both the weights and the moments get the dtype of the run that resumes."""
-    model, optimizer = trained(KINDS[name], torch.float32)
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, model=model, optimizer=optimizer)
-        other = two_layers(seed=1).bfloat16()
-        resumed = KINDS[name](other.parameters())
-        keeper.resume(model=other, optimizer=resumed)
-    model.bfloat16()
-    expected = KINDS[name](model.parameters())
-    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert same(resumed.state_dict(), expected.state_dict())
-    train(other, resumed)
-
-
 @pytest.mark.parametrize("door", ["keeper", *DOORS])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
@@ -292,16 +276,6 @@ def test_an_option_that_nobody_fills_in_stays() -> None:
     ours.set_optimizer_state_dict(model, optimizer, saved)
     found = optimizer.param_groups[0]
     assert (found["caution"], found["scale"], found["initial_lr"]) == (False, 0.5, 0.25)
-
-
-def test_a_group_that_the_file_lacks_keeps_its_options() -> None:
-    model = two_layers()
-    optimizer = Cautious(model.parameters(), caution=True)
-    step(model, optimizer)
-    saved = {"state": {}, "param_groups": []}
-    options = ours.StateDictOptions(strict=False)
-    ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
-    assert optimizer.param_groups[0]["caution"]
 
 
 @on(2, name=("Adam", "Lion"))

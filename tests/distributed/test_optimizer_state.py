@@ -43,21 +43,6 @@ def test_missing_state_is_an_error_or_a_report(flat: bool) -> None:
     assert same(optimizer.state_dict()["state"][3], before["state"][3])
 
 
-def test_a_parameter_without_saved_state_or_group_is_missing() -> None:
-    """A new parameter has neither, and is named once."""
-    saved = copy.deepcopy(ours.get_optimizer_state_dict(*trained(1)))
-    del saved["state"]["1.bias"]
-    saved["param_groups"][0]["params"].remove("1.weight")
-    model, optimizer = trained()
-    text = "the optimizer state of '1.weight', '1.bias'. Pass"
-    with pytest.raises(ours.StateDictMismatch, match=text) as caught:
-        ours.set_optimizer_state_dict(model, optimizer, saved)
-    assert caught.value.missing_keys == ["1.weight", "1.bias"]
-    report = ours.set_optimizer_state_dict(model, optimizer, saved, options=PARTIAL)
-    assert report.missing_keys == ["1.weight", "1.bias"]
-    assert report.loaded == ["0.weight", "0.bias", "1.weight"]
-
-
 @pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
 def test_the_state_of_frozen_parameters_is_kept(options: Any) -> None:
     """Those that were trained and then frozen (pytorch/pytorch#192202)."""
@@ -151,21 +136,6 @@ class Odd(torch.optim.Optimizer):
                 state["history"] = [torch.ones(1), (2, 3)]
 
 
-def test_two_states_that_trade_places_do() -> None:
-    """The second must not read what was written for the first."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.Adam(model.parameters())
-    step(model, optimizer)
-    saved = ours.get_optimizer_state_dict(model, optimizer)
-    expected = copy.deepcopy(saved["state"])
-    state = saved["state"]
-    state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
-    ours.set_optimizer_state_dict(model, optimizer, saved)
-    found = ours.get_optimizer_state_dict(model, optimizer)["state"]
-    assert same(found["0.weight"], expected["1.weight"])
-    assert same(found["1.weight"], expected["0.weight"])
-
-
 def test_the_optimizer_s_own_state_dict_loads_too() -> None:
     """Its numbers are matched by position, as the optimizer itself would."""
     model, optimizer = trained(1)
@@ -180,22 +150,6 @@ def test_the_optimizer_s_own_state_dict_loads_too() -> None:
     few = torch.optim.Adam(model[0].parameters())
     with pytest.raises(ours.StateDictMismatch, match="no optimizer has groups of these sizes"):
         ours.set_optimizer_state_dict(model, few, optimizer.state_dict())
-
-
-def test_model_and_optimizer_load_together_or_not_at_all() -> None:
-    """An error in the second leaves the first alone."""
-    model, optimizer = trained()
-    states = copy.deepcopy(ours.get_state_dict(*trained(1)))
-    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
-    del states[1]["state"]["0.bias"]
-    arguments = {"model_state_dict": states[0], "optim_state_dict": states[1]}
-    with pytest.raises(ours.StateDictMismatch):
-        ours.set_state_dict(model, optimizer, **arguments)
-    assert same((dict(model.state_dict()), optimizer.state_dict()), before)
-    done = ours.set_state_dict(model, optimizer, **arguments, options=PARTIAL)
-    assert done == ([], [])
-    assert done.optimizer.missing_keys == ["0.bias"]  # type: ignore[attr-defined]
-    assert "missing (1): 0.bias" in str(done.optimizer)  # type: ignore[attr-defined]
 
 
 def test_an_optimizer_of_another_model_is_an_error() -> None:
@@ -262,29 +216,6 @@ def test_a_lazy_layer_needs_a_batch_before_its_optimizer_is_read_or_loaded(tmp_p
     assert list(ours.get_optimizer_state_dict(model, optimizer)["state"]) == ["0.weight", "0.bias"]
 
 
-def test_optimizers_of_several_modules_and_several_optimizers_keep_their_names_apart() -> None:
-    """One of a generator and a critic, and two that each have a parameter of no module."""
-    both = nn.ModuleDict({"generator": nn.Linear(2, 1), "critic": nn.Linear(1, 1)})
-    optimizer = torch.optim.SGD(both.parameters(), momentum=0.9)
-    found = ours.get_optimizer_state_dict(both, optimizer)
-    assert list(found["state"])[::2] == ["generator.weight", "critic.weight"]
-    optimizers = [
-        torch.optim.Adam([*part.parameters(), nn.Parameter(torch.ones(1))])
-        for part in both.values()
-    ]
-    for number, each in enumerate(optimizers):
-        each.param_groups[0]["params"][2].grad = torch.full((1,), number + 1.0)
-        each.step()
-    saved = copy.deepcopy(ours.get_optimizer_state_dict(both, optimizers))
-    assert sorted(saved["state"])[:2] == [f"{n}.param_groups.0.params.2" for n in (0, 1)]
-    before = copy.deepcopy([each.state_dict() for each in optimizers])
-    for each in optimizers:
-        each.step()
-    ours.set_optimizer_state_dict(both, optimizers, saved)
-    for each, state in zip(optimizers, before, strict=True):
-        assert same(each.state_dict()["state"][2], state["state"][2])
-
-
 def test_an_optimizer_that_loads_itself_is_left_to_it() -> None:
     """A subclass with its own ``load_state_dict`` gets its own numbered form."""
 
@@ -299,30 +230,6 @@ def test_an_optimizer_that_loads_itself_is_left_to_it() -> None:
     ours.set_optimizer_state_dict(model, optimizer, ours.get_optimizer_state_dict(*trained()))
     assert optimizer.loaded
     assert isinstance(optimizer.state, defaultdict)
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
-@pytest.mark.parametrize("make", [Tied, two_layers])
-def test_a_parameter_may_be_listed_twice(make: Any, options: Any) -> None:
-    """torch leaves a number out after it, and ends in a KeyError."""
-    model = make()
-    params = list(model.parameters())
-    optimizer, other = (torch.optim.Adam([params[0], *params]) for _ in range(2))
-    for each in (optimizer, other):
-        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, each, options=options))
-        report = ours.set_optimizer_state_dict(model, each, saved, options=options)
-        assert report.loaded == list(dict.fromkeys(report.loaded))
-        step(model, each)
-    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer, options=options))
-    if options is not FLAT:
-        (group,) = saved["param_groups"]
-        assert group["params"] == [name for name, _ in model.named_parameters()]
-    step(model, other)
-    ours.set_optimizer_state_dict(model, other, saved, options=options)
-    assert same(list(other.state.values()), list(optimizer.state.values()))
-    ours.set_optimizer_state_dict(model, other, optimizer.state_dict())
-    assert same(other.state_dict(), optimizer.state_dict())
 
 
 def test_integer_keys_in_a_flat_state_keep_their_type_for_a_new_optimizer() -> None:
@@ -356,35 +263,6 @@ def test_no_momentum_of_an_older_sgd_is_no_momentum_yet() -> None:
         state["momentum_buffer"] = None
     ours.set_optimizer_state_dict(model, optimizer, saved)
     step(model, optimizer)
-
-
-def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
-    """Neither for a moment nor for good."""
-    model, optimizer = trained()
-    tensors = [dict(state) for state in optimizer.state.values()]
-    versions = [t._version for state in tensors for t in state.values()]
-    ours.set_optimizer_state_dict(model, optimizer, ours.get_optimizer_state_dict(model, optimizer))
-    for now, before in zip(optimizer.state.values(), tensors, strict=True):
-        assert all(now[key] is before[key] for key in before)
-    assert versions == [t._version for state in tensors for t in state.values()]
-
-
-def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
-    """As in torch; on meta as the only other device that every machine has."""
-    from torchlift.distributed.optimizer_slots import _goal, _Owner
-    from torchlift.distributed.optimizer_state import Held
-
-    param = torch.ones(2)
-    optimizer = torch.optim.Adam([param])
-    there = torch.ones((), dtype=torch.float64, device="meta")
-    for group, expected in (
-        ({}, (torch.device("meta"), torch.float64)),
-        ({"capturable": True}, (torch.device("cpu"), torch.float32)),
-        ({"fused": True}, (torch.device("cpu"), torch.float32)),
-    ):
-        owner = _Owner("w", Held(["w"], param, group, optimizer))
-        assert _goal(owner, there, None, ("step",), param.device) == expected
-        assert _goal(owner, there, torch.ones(()), ("step",), param.device) == expected
 
 
 def test_one_parameter_of_two_optimizers_is_an_error() -> None:
@@ -492,32 +370,6 @@ def test_an_optimizer_of_another_kind_is_refused(options: Any) -> None:
     assert len(report.loaded) == 4
 
 
-def test_older_versions_and_schedulers_of_the_same_optimizer_load() -> None:
-    """Groups then lack the newer switches, and have what a scheduler keeps in them."""
-    model, adam = trained()
-    saved = copy.deepcopy(adam.state_dict())
-    for name in ("foreach", "maximize", "capturable", "differentiable", "fused"):
-        del saved["param_groups"][0][name]
-    saved["param_groups"][0]["initial_lr"] = saved["param_groups"][0]["lr"]
-    report = ours.set_optimizer_state_dict(model, adam, saved)
-    assert len(report.loaded) == 4
-    assert adam.param_groups[0]["initial_lr"] == adam.param_groups[0]["lr"]
-
-
-def test_numbers_are_matched_by_name_where_the_optimizer_was_made_with_names() -> None:
-    """Two weights of one shape would get each other's moments, in silence."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    saving = torch.optim.Adam(model.named_parameters())
-    (model[0].weight.sum() * 5 + model[1].weight.sum()).backward()
-    saving.step()
-    loading = torch.optim.Adam([model[1].weight, model[0].weight])
-    ours.set_optimizer_state_dict(model, loading, saving.state_dict())
-    for layer in model:
-        assert torch.equal(
-            loading.state[layer.weight]["exp_avg"], saving.state[layer.weight]["exp_avg"]
-        )
-
-
 def test_another_order_of_parameters_is_named_as_the_cause() -> None:
     """Where only numbers tell them apart, and shapes show that they are in another order."""
     model, adam = trained()
@@ -597,52 +449,6 @@ def test_a_state_without_values_that_a_step_needs_is_refused(kind: str, other: s
             step(model, loading)
 
 
-class Averaging(torch.optim.Adam):
-    """Keeps one more value for each parameter, and makes it whenever it is missing."""
-
-    def _init_group(  # type: ignore[no-untyped-def]  # torch's signature
-        self, group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
-    ):
-        more = grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
-        found = super()._init_group(group, params, *more)
-        for param in params:
-            self.state[param].setdefault("average", param.detach().clone())
-        return found
-
-
-def test_a_subclass_that_makes_missing_values_itself_loads_adam_s_state() -> None:
-    """Its step is torch's, but not the method that makes the state."""
-    saved = ours.get_optimizer_state_dict(*trained())
-    model = two_layers()
-    optimizer = Averaging(model.parameters())
-    ours.set_optimizer_state_dict(model, optimizer, saved)
-    step(model, optimizer)
-    assert all("average" in each for each in optimizer.state.values())
-
-
-def test_the_state_of_a_parameter_that_no_group_lists_is_unexpected() -> None:
-    """A program may cut groups off a state. What stays is not a state beside the parameters."""
-    model, optimizer = trained()
-    saved = ours.get_optimizer_state_dict(model, optimizer)
-    saved["state"] |= {"old.weight": saved["state"]["1.weight"], "count": {"step": 3}}
-    report = ours.set_optimizer_state_dict(model, optimizer, saved)
-    assert report.unexpected_keys == ["old.weight"]
-    assert "old.weight" not in optimizer.state
-    assert optimizer.state["count"] == {"step": 3}
-
-
-def test_the_state_of_a_frozen_integer_parameter_is_loaded() -> None:
-    """Quantised weights may have a state of the time before. They cannot require gradients."""
-    model, optimizer = trained()
-    model.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
-    optimizer.add_param_group({"params": [model.codes]})
-    optimizer.state[model.codes] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
-    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
-    optimizer.state[model.codes] = {}
-    ours.set_optimizer_state_dict(model, optimizer, saved)
-    assert same(optimizer.state[model.codes], saved["state"]["codes"])
-
-
 class Counting(torch.optim.SGD):
     """Counts its steps in one place."""
 
@@ -672,25 +478,6 @@ def test_one_of_several_optimizers_gets_state_beside_the_parameters_again(new: b
     assert ours.get_optimizer_state_dict(model, again)["state"]["count"] == 2
 
 
-def test_dcp_loads_momentum_into_a_new_optimizer_with_dampening(tmp_path: Any) -> None:
-    """A tensor must be there to load into."""
-    from torch.distributed.checkpoint import load, save
-
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = two_layers()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-
-    run, again = made(), made()
-    step(*run, 2)
-    with pytest.warns(UserWarning, match="single process"):
-        save(ours.get_optimizer_state_dict(*run), checkpoint_id=tmp_path / "x")
-    state = ours.get_optimizer_state_dict(*again)
-    with pytest.warns(UserWarning, match="single process"):
-        load(state, checkpoint_id=tmp_path / "x")
-    ours.set_optimizer_state_dict(*again, state)
-    assert same(again[1].state_dict(), run[1].state_dict())
-
-
 def test_the_result_shares_no_container_with_the_optimizer() -> None:
     """dcp.load writes numbers into it, before anything is checked."""
     model, optimizer = trained()
@@ -699,17 +486,6 @@ def test_the_result_shares_no_container_with_the_optimizer() -> None:
     for state in saved["state"].values():
         state.clear()
     assert same(optimizer.state_dict(), before)
-
-
-def test_a_key_of_a_group_may_have_dots_in_the_flat_form() -> None:
-    """It was read as the name of a parameter, and its value was lost."""
-    model = two_layers()
-    first, second = (
-        torch.optim.Adam([{"params": model.parameters(), "my.key": n}]) for n in (1, 2)
-    )
-    saved = ours.get_optimizer_state_dict(model, first, options=FLAT)
-    report = ours.set_optimizer_state_dict(model, second, saved, options=FLAT)
-    assert (second.param_groups[0]["my.key"], report.unexpected_keys) == (1, [])
 
 
 def test_a_frozen_parameter_that_was_saved_without_a_state_has_none() -> None:

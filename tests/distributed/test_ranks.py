@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchlift._system import zygote
 from torchlift.distributed import on_ranks
-from torchlift.measure import ChildError, in_child
+from torchlift.measure import in_child
 
 pytestmark = pytest.mark.distributed
 
@@ -110,21 +108,6 @@ def test_a_rank_that_raises_is_named_with_its_traceback(capsys) -> None:
     assert capsys.readouterr().out == "before\nbefore\n"
 
 
-def test_an_error_of_all_ranks_is_told_for_each(tmp_path, monkeypatch) -> None:
-    """Here: a result that cannot be sent back. Nothing is left in the temporary folder."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(RuntimeError) as caught:
-        on_ranks(2, threading.Lock)
-    text = "TypeError: what the function returned cannot be sent to another process: TypeError: "
-    first, *others = str(caught.value).splitlines()
-    assert first == "ranks 0, 1 of 2 failed"
-    assert [line[:9] + line[9:].startswith(text) * "..." for line in others] == [
-        "[rank 0] ...",
-        "[rank 1] ...",
-    ]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("torchlift-")]
-
-
 def test_a_rank_that_dies_is_named_with_what_it_wrote_to_stderr() -> None:
     """The launcher knows the exit code; the last words are the rank's."""
 
@@ -138,12 +121,6 @@ def test_a_rank_that_dies_is_named_with_what_it_wrote_to_stderr() -> None:
         on_ranks(2, dies)
 
 
-def test_a_rank_that_ends_early_leaves_no_result() -> None:
-    """An exit that looks like success is none."""
-    with pytest.raises(RuntimeError, match=r"^rank 0 of 1 left no result"):
-        on_ranks(1, os._exit, 0)
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="looks for them in /proc")
 @pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
@@ -154,35 +131,6 @@ def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
         on_ranks(2, leave_their_numbers, str(tmp_path), timeout=seconds, fork=fork)
     assert len([*tmp_path.iterdir()]) == 2
     assert running(tmp_path) == set()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
-def test_the_time_counts_from_the_call(monkeypatch) -> None:
-    """Also while the process that forks imports torch, which takes seconds, or for ever."""
-    monkeypatch.setattr(zygote, "_zygote", None)
-    with monkeypatch.context() as patched:
-        endless = [sys.executable, "-c", "import time; time.sleep(200)"]
-        patched.setattr(zygote, "_command", lambda *_: endless)
-        start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"^ranks 0, 1 of 2 not done after 0\.5 s$"):
-            on_ranks(2, dist.get_rank, timeout=0.5)
-        with pytest.raises(ChildError, match=r"not done after 0\.5 s"):
-            in_child(os.getpid, timeout=0.5)
-        assert time.monotonic() - start < 100
-        zygote._end_zygote()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
-@pytest.mark.slow
-def test_a_call_that_was_too_short_does_not_stop_the_start(monkeypatch) -> None:
-    """The next one waits for the same process."""
-    monkeypatch.setattr(zygote, "_zygote", None)
-    with pytest.raises(TimeoutError):
-        on_ranks(1, dist.get_rank, timeout=0.01)
-    started = zygote._zygote
-    assert on_ranks(2, dist.get_rank) == [0, 1]
-    assert zygote._zygote is started
-    zygote._end_zygote()
 
 
 KILLED = """
@@ -219,25 +167,25 @@ def test_ranks_leave_when_their_caller_is_killed(tmp_path, fork) -> None:
 # ---- what is refused before anything starts
 
 
-@pytest.mark.parametrize("count", [0, -2, True, 2.0, "2", None])
-def test_a_count_that_is_none_is_refused(count) -> None:
-    """A bool counts nothing, and text is not converted."""
-    with pytest.raises(ValueError, match=f"a whole number of processes from 1 on, not {count!r}"):
-        on_ranks(count, dist.get_rank)
+COUNT, TIME = (
+    "a whole number of processes from 1 on, not",
+    "timeout must be more than 0 seconds, not",
+)
 
 
-def test_a_timeout_that_leaves_no_time_is_refused() -> None:
-    """Zero would end the ranks before they start."""
-    with pytest.raises(ValueError, match="timeout must be more than 0 seconds, not 0"):
-        on_ranks(2, dist.get_rank, timeout=0)
-    with pytest.raises(ValueError, match="timeout must be more than 0 seconds, not '5'"):
-        on_ranks(2, dist.get_rank, timeout="5")  # type: ignore[arg-type]
-
-
-def test_a_variable_that_is_no_text_is_refused_by_its_name() -> None:
-    """A number is a common mistake."""
-    with pytest.raises(TypeError, match="environment variable PORT must be text, not 80"):
-        on_ranks(2, dist.get_rank, environment={"PORT": 80})  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("count", "words", "error", "says"),
+    [
+        *((count, {}, ValueError, f"{COUNT} {count!r}") for count in (0, -2, True, 2.0, "2", None)),
+        (2, {"timeout": 0}, ValueError, f"{TIME} 0"),
+        (2, {"timeout": "5"}, ValueError, f"{TIME} '5'"),
+        (2, {"environment": {"PORT": 80}}, TypeError, "variable PORT must be text, not 80"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused_by_name(count, words, error, says) -> None:
+    """A bool counts nothing, text is not converted, and zero would end the ranks at once."""
+    with pytest.raises(error, match=says):
+        on_ranks(count, dist.get_rank, **words)
 
 
 def test_a_function_that_cannot_be_sent_is_refused_by_its_name() -> None:

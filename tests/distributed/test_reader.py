@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torchlift
 from torchlift.distributed import CheckpointReader
-from torchlift.distributed.reader import take_apart_list
 from torchlift.errors import FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -77,26 +76,6 @@ def test_a_bad_file_is_refused_before_anybody_waits(tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(FormatError, match="junk"):
         CheckpointReader(tmp_path / "junk")
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_tensors_that_are_no_dense_numbers_are_refused_by_name(tmp_path: Path) -> None:
-    """The others load."""
-    path = tmp_path / "sparse.pt"
-    torch.save({"odd": torch.eye(2).to_sparse(), "w": torch.ones(2)}, path)
-    reader = CheckpointReader(path)
-    state = {"w": torch.zeros(2)}
-    dcp.load(state, storage_reader=reader)
-    assert state["w"].tolist() == [1, 1]
-    with pytest.raises(CheckpointException, match="'odd': the file has a sparse coo"):
-        dcp.load({"odd": torch.zeros(4)}, storage_reader=reader)
-
-
-def test_a_key_that_is_not_there_is_an_error_of_torch(tmp_path: Path) -> None:
-    """The planner compares the names, and says which is missing."""
-    reader = CheckpointReader(write("torch", tmp_path), root="model")
-    with pytest.raises(CheckpointException, match=r"Missing key.*absent"):
-        dcp.load({"absent": torch.zeros(1)}, storage_reader=reader)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -178,24 +157,6 @@ def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
         assert ckpt.tree() == saved
 
 
-def test_a_list_of_shared_lists_is_not_taken_apart() -> None:
-    """One list 2**40 times, and a long name 30,000 times, take a few kilobytes."""
-    shared: list[object] = [{"a": 1}]
-    plain: list[object] = [1]
-    for _ in range(40):
-        shared, plain = [shared, shared], [plain, plain]
-    endless: list[object] = [{"a": 1}]
-    endless.append(endless)
-    for value in (shared, plain, endless, [{"b" * 1000: 1}] * 30_000):
-        assert take_apart_list("key", value).keys() == {"key"}
-
-
-def test_a_long_list_is_one_value() -> None:
-    """Each part would cost a small file of its own: seconds for the losses of all steps."""
-    assert take_apart_list("losses", [{"step": 1}]).keys() == {"losses.0.step"}
-    assert take_apart_list("losses", [{"step": 1}] * 10_000).keys() == {"losses"}
-
-
 @pytest.mark.parametrize("item", [{1: 2}, {"a": {1: 2}}, Counter(a=1), OrderedDict(a=1)])
 def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any) -> None:
     """In parts, a counter would come back as a dict, and torch would look for other keys."""
@@ -207,26 +168,3 @@ def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any
     state = {"w": torch.zeros(1), "items": [copy.deepcopy(item)]}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     assert state["items"] == [item]
-
-
-def test_a_list_is_read_once_for_all_of_its_parts(tmp_path: Path, monkeypatch: Any) -> None:
-    """Each part would read the complete list: the time would grow with its square."""
-    state = {"state": {}, "param_groups": [{"lr": at, "name": "a"} for at in range(9)]}
-    other = {"state": {}, "param_groups": [OrderedDict(name="a")]}
-    torch.save({"optimizer": other}, tmp_path / "y.pt")
-    new = {"optimizer": {"state": {}, "param_groups": [OrderedDict(name="")]}}
-    dcp.load(new, storage_reader=CheckpointReader(tmp_path / "y.pt"), no_dist=True)
-    assert new == {"optimizer": other}
-    torch.save({"optimizer": state, "": "b"}, tmp_path / "x.pt")
-    groups = [{"lr": -1, "name": ""} for _ in range(9)]
-    found = {"optimizer": {"state": {}, "param_groups": groups}, "": ""}
-    read, calls = torchlift.Checkpoint._tree, list[Any]()
-
-    def counted(*args: Any) -> Any:
-        calls.append(args[1])
-        return read(*args)
-
-    monkeypatch.setattr(torchlift.Checkpoint, "_tree", counted)
-    dcp.load(found, storage_reader=CheckpointReader(tmp_path / "x.pt"), no_dist=True)
-    assert found == {"optimizer": state, "": "b"}
-    assert sorted(calls) == ["", "optimizer.param_groups"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import zlib
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._model import ranks as ranks_module
-from torchlift._save.blocks import Workspace
-from torchlift._save.replicas import checksum_of, find_differences
 from torchlift.distributed import CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -43,46 +39,6 @@ def test_the_writer_refuses_shapes_that_differ(folder: Path) -> None:
         dcp.save({"w": torch.ones(2)}, storage_writer=wrong)
     with pytest.raises(ValueError, match="replicated='all': expected"):
         CheckpointWriter(folder, replicated="all")  # type: ignore[arg-type]
-
-
-@on(2)
-def test_ranks_do_not_list_what_they_hold(folder: Path) -> None:
-    """Else each rank would get the names of all tensors from all others, or more."""
-    sent, gather = [0], ranks_module._gather
-
-    def count(known: dict[int, Any], group: Any) -> dict[int, Any]:
-        sent.append(len(pickle.dumps(known)))
-        return gather(known, group)
-
-    ranks_module._gather = count
-    mesh = cpu_mesh()
-    replicas = {f"layer{number}": torch.ones(2) for number in range(500)}
-    shards = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in replicas.items()}
-    for name, state in (("replicas", replicas), ("shards", shards)):
-        for path, options in ((f"{name}.pt", {}), (name, {"format": "dcp"})):
-            del sent[:]
-            torchlift.save(
-                state, os.path.join(folder, path), process_group=dist.group.WORLD, **options
-            )  # type: ignore[arg-type]
-            assert sum(sent) < 4000, sent
-            with torchlift.open(os.path.join(folder, path)) as ckpt:
-                assert len(ckpt) == 500
-
-
-def test_checksums_tell_values_shapes_and_dtypes_apart() -> None:
-    """However the values lie in memory; bits count, so that a NaN equals itself."""
-    values = torch.randn(3, 4)
-    values[0, 0] = torch.nan
-    first = dict.fromkeys("abcd", checksum_of(values, Workspace()))
-    others = {
-        "a": values.t().contiguous().t(),
-        "b": values.view(4, 3),
-        "c": values.double(),
-        "d": values.nan_to_num(),
-        "e": values,
-    }
-    sums = {key: checksum_of(each, Workspace()) for key, each in others.items()}
-    assert find_differences({0: first, 3: sums}) == dict.fromkeys("bcd", (0, 3))
 
 
 @on(2)

@@ -1,4 +1,4 @@
-"""The consolidated file of one process, and of ranks of which some are killed."""
+"""Saves of more files than may be open, without a file of a rank, and of ranks that are killed."""
 
 from __future__ import annotations
 
@@ -6,91 +6,20 @@ import gc
 import json
 import os
 import signal
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import Forked
 from full_disk import file_size_limit
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchlift
-from torchlift.distributed import CheckpointWriter, save_consolidated
+from torchlift.distributed import CheckpointWriter
 from torchlift.errors import CheckpointError
-
-
-def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
-    """safetensors reads it, with every dtype, empty tensors, scalars, views and metadata."""
-    state = {
-        "b": torch.arange(3, dtype=torch.int8),
-        "a": torch.randn(4, 6).t(),
-        "bf16": torch.randn(3).bfloat16(),
-        "flag": torch.tensor([True, False]),
-        "none": torch.empty(0, 4),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-    }
-    path = tmp_path / "x.safetensors"
-    wrote = save_consolidated(state, path, metadata={"step": "7"})
-    assert wrote == sum(value.nbytes for value in state.values())
-    found = load_file(path)
-    for key, value in state.items():
-        assert torch.equal(found[key], value), key
-    with safe_open(path, "pt") as file:
-        assert file.metadata().items() >= {"step": "7", "format": "pt"}.items()
-    assert torchlift.verify(path).ok
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_a_torch_file_is_what_torch_save_writes(tmp_path: Path) -> None:
-    """Byte for byte, but for torch's hash and for equal names, which the pickle has once here."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    save_consolidated(model, tmp_path / "x.pt")
-    torch.save(model.state_dict(), tmp_path / "archive")
-    with ZipFile(tmp_path / "x.pt") as ours, ZipFile(tmp_path / "archive") as theirs:
-        assert ours.namelist() == theirs.namelist()
-        for name in set(ours.namelist()) - {"archive/data.pkl", "archive/.data/serialization_id"}:
-            assert ours.read(name) == theirs.read(name), name
-    one, two = (torch.load(tmp_path / name) for name in ("x.pt", "archive"))
-    assert all(torch.equal(one[name], two[name]) for name in two)
-    assert list(one) == list(two)
-    assert one._metadata == two._metadata
-
-
-def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
-    """The content follows; without either, the message has the ways out."""
-    for name, format, expected in [
-        ("a.PT", None, "torch-zip"),
-        ("a.ckpt", None, "torch-zip"),
-        ("a.bin", "safetensors", "safetensors"),
-        ("a", "torch-zip", "torch-zip"),
-    ]:
-        save_consolidated({"w": torch.ones(2)}, tmp_path / name, format=format)
-        assert torchlift.open(tmp_path / name).format == expected
-        assert torch.equal(torchlift.open(tmp_path / name)["w"], torch.ones(2))
-    with pytest.raises(
-        ValueError, match=r"suffix '\.x' .* Name the file \.safetensors or \.pt, or"
-    ):
-        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.x")
-    with pytest.raises(
-        ValueError, match=r"format='zip': expected one of safetensors, torch-zip, sharded, dcp"
-    ):
-        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", format="zip")
-    with pytest.raises(ValueError, match="does not store metadata"):
-        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", metadata={"a": "b"})
 
 
 def test_more_files_than_a_process_may_open_are_written(tmp_path: Path) -> None:

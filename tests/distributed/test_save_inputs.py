@@ -1,9 +1,8 @@
-"""What is saved into one file: odd views and names; and where: wrong arguments, modes, links."""
+"""What is saved into one file: odd views and names, arrays, objects; and wrong arguments."""
 
 from __future__ import annotations
 
 import os
-import stat
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -114,24 +113,6 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"metadata\['epoch'\] = 3: .* text only"):
         save_consolidated({}, path, metadata={"epoch": 3})
     assert os.listdir(tmp_path) == []
-
-
-def test_a_path_may_be_bytes(tmp_path: Path) -> None:
-    """As for torch.save, and as the system has it."""
-    save_consolidated({"w": torch.ones(2)}, os.fsencode(tmp_path / "x.pt"))
-    assert torch.equal(torch.load(tmp_path / "x.pt")["w"], torch.ones(2))
-
-
-def test_the_mode_and_the_link_of_what_is_replaced_stay(tmp_path: Path) -> None:
-    """As with torch.save: a checkpoint that others may not read stays one."""
-    path, link = tmp_path / "x.pt", tmp_path / "link.pt"
-    save_consolidated({"w": torch.ones(2)}, path)
-    path.chmod(0o600)
-    link.symlink_to(path)
-    save_consolidated({"w": torch.zeros(2)}, link)
-    assert link.is_symlink()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert torch.equal(torch.load(path)["w"], torch.zeros(2))
 
 
 @on(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import cpu_mesh, on
-from sharded_models import Odd, Staged, distribute, keep_stage, saved
+from sharded_models import Odd, distribute, saved
 from small_models import Tied
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -82,15 +81,6 @@ MESHES = {
     8: ["dp_replicate=2,dp_shard=2,tp=2", "dp_shard=2,cp=2,tp=2", "fsdp=2,tp=4"],
 }  # fmt: skip
 
-#: Mesh -> what FSDP shards along another dimension.
-ELSEWHERE = {
-    "fsdp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
-    "fsdp=4": {"turned": -1, "experts": 1},
-    "fsdp=2,tp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
-    "replicate=2,shard=2": {"experts": 1, "wide.weight": 1},
-}
-IGNORED = ("up.weight", "down.bias", "thin")
-
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Return the sizes of a mesh by dimension."""
@@ -108,24 +98,17 @@ def require_own_bytes(path: Path, mesh: str, model: nn.Module, nbytes: int) -> N
         own = sum(local_of(t).numel() * ckpt.entries[key].itemsize for key, t in held)
         own += 16 * ("gaps" in ckpt and ckpt.entries["gaps"].stride == (2,))  # read with its gaps
     assert nbytes == own, (mesh, nbytes, own)
-    if mesh == f"fsdp={dist.get_world_size()}" and "elsewhere" not in path.name:
+    if mesh == f"fsdp={dist.get_world_size()}":
         computed = simulate(path, dist.get_world_size(), rename={"gaps": None})
         buffer = 36 if path.suffix == ".pt" else 20  # of 5 numbers, with 4 gaps or none
         assert nbytes == computed[dist.get_rank()] + buffer
 
 
-def compare(
-    path: Path,
-    mesh: str,
-    *,
-    dtype: torch.dtype | None = None,
-    shard: dict[str, int] | None = None,
-    ignored: tuple[str, ...] = (),
-) -> None:
+def compare(path: Path, mesh: str, *, dtype: torch.dtype | None = None) -> None:
     """Load on the mesh, and keep the bytes that each rank read."""
     sizes = parse_mesh(mesh)
     grid = cpu_mesh(*sizes.values(), names=tuple(sizes))
-    model: Any = distribute(torchlift.skeleton(Odd), grid, shard, ignored)
+    model: Any = distribute(torchlift.skeleton(Odd), grid)
     report = torchlift.load(model, path, source="read", dtype=dtype)
     for key, value in model.state_dict().items():
         if "tp=" in mesh and "," not in mesh and key == "experts" and torch.__version__ < "2.12":
@@ -161,45 +144,6 @@ def test_every_rank_reads_its_bytes_of_what_all_ranks_wrote(mesh: str, folder: P
     dist.barrier()
     compare(path, mesh)
     dist.barrier()
-
-
-@on(2, mesh=("fsdp=2",))
-@on(4, mesh=("fsdp=4", "fsdp=2,tp=2", "replicate=2,shard=2"))
-def test_parameters_may_be_placed_elsewhere(mesh: str, folder: Path) -> None:
-    """``shard_placement_fn`` and ``ignored_params`` of ``fully_shard``."""
-    path = folder / "elsewhere.pt"
-    if dist.get_rank() == 0:
-        torch.save(saved(), path)
-    dist.barrier()
-    compare(path, mesh, shard=ELSEWHERE[mesh], ignored=IGNORED)
-    dist.barrier()
-
-
-def _only(names: set[str], key: str) -> str | None:
-    return key if key in names else None
-
-
-@on(2, mesh=("pp=2",), name=("stages.pt", "parts"))
-@on(4, mesh=("pp=2,fsdp=2", "fsdp=2,pp=2"), name=("stages.pt", "parts"))
-def test_a_stage_reads_the_bytes_of_its_layers(mesh: str, name: str, folder: Path) -> None:
-    """Each stage is a model of its own layers, loaded from the file of the whole."""
-    path, sizes = folder / name, parse_mesh(mesh)
-    whole = Staged()
-    state = {**whole.state_dict(), **dict(whole.named_parameters(remove_duplicate=False))}
-    if name == "parts":
-        dcp.save({key: value.detach() for key, value in state.items()}, checkpoint_id=path)
-    elif dist.get_rank() == 0:
-        torch.save(dict(sorted(state.items())), path)
-    dist.barrier()
-    model: Any = torchlift.skeleton(Staged)
-    keep_stage(model, cpu_mesh(*sizes.values(), names=tuple(sizes)))
-    # Strictly: nothing of this stage may be missing.
-    rename = partial(_only, set(model.state_dict()))
-    report = torchlift.load(model, path, rename=rename, source="read")
-    for key, value in model.state_dict().items():
-        local = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(local, state[key]), (mesh, key)
-    require_own_bytes(path, mesh, model, report.bytes_read)
 
 
 def in_every_order() -> Iterator[tuple[str, torch.Tensor, DTensorSpec]]:

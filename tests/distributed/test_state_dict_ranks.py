@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as theirs
 from ranks import cpu_mesh, on
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from wrapped_models import (
     MESHES,
     NOT_SHARDED,
@@ -123,27 +121,12 @@ def test_states_are_read_and_loaded_as_by_torch(pair: tuple[str, str]) -> None:
     loads_as_torch_does(*pair)
 
 
-def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
-    return cloned((containers(model.state_dict()), optim.state_dict()))
-
-
 def raises(call: Callable[[], object], *words: str) -> None:
     """Every rank raises an error with these words in it."""
     with pytest.raises(ours.StateDictMismatch) as caught:
         call()
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
-
-
-@on(2)
-def test_an_optimizer_state_that_one_rank_lacks_is_an_error_on_every_rank() -> None:
-    model, optim = built("fsdp blocks")
-    states = ours.get_optimizer_state_dict(model, optim)
-    if dist.get_rank() == 0:
-        del states["state"]["scale"]
-    before = state_of(model, optim)
-    raises(lambda: ours.set_optimizer_state_dict(model, optim, states), "on rank 0", "scale")
-    same(state_of(model, optim), before)
 
 
 class Own(nn.Linear):
@@ -272,75 +255,6 @@ def test_a_sharded_meta_model_receives_what_it_lacks() -> None:
 
 
 @on(2)
-def test_whole_tensors_on_every_rank_are_sliced_without_moving_weights() -> None:
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    model, optim = built("fsdp blocks")
-    options = FULL
-    states = cloned(ours.get_state_dict(*built("fsdp blocks", seed=5), options=options))
-    with CommDebugMode() as counted:
-        ours.set_state_dict(
-            model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options
-        )
-    kinds = {str(kind) for kind in counted.get_comm_counts()}
-    assert not any("scatter" in kind or "broadcast" in kind for kind in kinds), kinds
-
-
-@on(2)
-def test_no_step_is_taken_to_read_the_state_of_a_new_optimizer() -> None:
-    """pytorch/pytorch#164929, and optimizers whose step DTensor cannot run at all."""
-    for name, make in OPTIMIZERS.items():
-        model = WRAPPERS["fsdp blocks"](net())
-        optim = make(model.parameters())
-        before = cloned(containers(model.state_dict()))
-        found = ours.get_optimizer_state_dict(model, optim)
-        assert name == "adagrad" or not optim.state, name  # which makes its state at once
-        same(containers(model.state_dict()), before)
-        for state in found["state"].values():
-            assert state.get("step", torch.zeros(())).item() == 0, name
-        other = make(net().parameters())
-        plain = ours.get_optimizer_state_dict(net_of(other), other)
-        full = ours.get_optimizer_state_dict(model, optim, options=FULL)
-        same(full, plain, name)
-
-
-def net_of(optim: torch.optim.Optimizer) -> nn.Module:
-    """A model that holds the parameters of an optimizer under the names of `Net`."""
-    model = Net()
-    params = iter(optim.param_groups[0]["params"])
-    for path, _ in list(model.named_parameters()):
-        owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, next(params))
-    return model
-
-
-@on(2)
-def test_factored_moments_come_from_a_plain_model_and_go_back() -> None:
-    """Adafactor's have shapes of their own, and torch cannot step them on a mesh."""
-    plain, trained = built("plain", "adafactor", seed=5)
-    states = ours.get_optimizer_state_dict(plain, trained)
-    model = WRAPPERS["fsdp blocks"](net())
-    optim = OPTIMIZERS["adafactor"](model.parameters())
-    ours.set_optimizer_state_dict(model, optim, states, options=FULL)
-    found = ours.get_optimizer_state_dict(model, optim, options=FULL)
-    same(found["state"], states["state"])
-
-
-@on(2)
-def test_stateless_optimizers_load_from_whole_state_dicts() -> None:
-    """torch stops with an AssertionError, "Expected device to be set"."""
-    model = WRAPPERS["fsdp blocks"](net())
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    saved = {
-        "state": {},
-        "param_groups": [{"lr": 0.5, "params": [*dict(net().named_parameters())]}],
-    }
-    ours.set_optimizer_state_dict(model, optim, saved, options=FULL)
-    assert optim.param_groups[0]["lr"] == 0.5
-    assert not any(optim.state.values())
-
-
-@on(2)
 def test_whole_moments_without_full_state_dict_are_an_error() -> None:
     model, optim = built("fsdp blocks")
     states = ours.get_optimizer_state_dict(model, optim, options=FULL)
@@ -416,25 +330,6 @@ def test_parameters_that_the_model_does_not_use_any_more_are_refused(folder: Pat
         optim = torch.optim.AdamW([*read_tree(model).model.parameters()])  # the hint
         names = list(parts().state_dict())
         assert list(ours.get_optimizer_state_dict(model, optim)["state"]) == names
-
-
-@on(2)
-def test_state_of_a_former_parameter_is_refused_until_it_is_removed() -> None:
-    """torch raises ``KeyError: 139975134822960``, which is the id of a tensor."""
-    model = parts()
-    old = list(model.parameters())
-    optim = trained_by(model, torch.optim.AdamW(old))
-    saved = cloned(ours.get_optimizer_state_dict(model, optim))
-    fully_shard(model)
-    optim.param_groups[0]["params"] = list(model.parameters())
-    words = "in none of its groups", "optimizer.state.pop(parameter)"
-    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
-    ours.set_optimizer_state_dict(model, optim, saved, options=FULL)  # as in torch, it drops these
-    same(ours.get_optimizer_state_dict(model, optim, options=FULL)["state"], saved["state"])
-    optim.state[old[0]] = {"step": torch.ones(())}
-    raises(partial(ours.get_optimizer_state_dict, model, optim), *words)
-    optim.state.pop(old[0])
-    same(ours.get_optimizer_state_dict(model, optim, options=FULL)["state"], saved["state"])
 
 
 @on(2, 4)
@@ -532,24 +427,6 @@ def test_tensors_of_another_layout_are_passed_whole() -> None:
     same(target.state_dict(), model.state_dict())
 
 
-@on(2)
-def test_compiled_modules_inside_checkpointing_have_canonical_names() -> None:
-    """torch leaves `_orig_mod` in the keys, so that they load into no other model."""
-    model = net()
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = checkpoint_wrapper(torch.compile(block, backend="eager"))
-    model = DistributedDataParallel(model)
-    optim = torch.optim.Adam(model.parameters())
-    train(optim)
-    states = cloned(ours.get_state_dict(model, optim))
-    assert states[0].keys() == net().state_dict().keys()
-    other, optim = built("fsdp blocks", seed=3)
-    ours.set_state_dict(
-        other, optim, model_state_dict=states[0], optim_state_dict=states[1], options=FULL
-    )
-    same(ours.get_state_dict(other, optim, options=FULL)[1]["state"], states[1]["state"])
-
-
 class Versioned(nn.Linear):
     _version = 2
     seen: ClassVar[list[object]] = []
@@ -614,74 +491,6 @@ def test_no_step_is_taken_for_fully_sharded_data_parallel() -> None:
     same(ours.get_optimizer_state_dict(model, other, options=FULL)["state"], saved["state"])
 
 
-@on(2, 4)
-def test_optimizer_states_with_other_placements_are_laid_out_like_their_parameters() -> None:
-    """torch takes them as they are, and the next step raises. Another mesh is refused."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    other = cpu_mesh(dist.get_world_size(), 1)
-    for wrap in ("fsdp blocks", "tensor parallel"):
-        source = built(wrap, "adamw", seed=5)
-        expected = ours.get_optimizer_state_dict(*source)
-        for mesh in (None, other):
-            given = containers(expected)
-            for state in given["state"].values():
-                for key, value in state.items():
-                    if isinstance(value, DTensor):
-                        state[key] = value.redistribute(placements=[Replicate()])
-                        if mesh is not None:
-                            state[key] = DTensor.from_local(
-                                state[key].to_local(), mesh, [Replicate(), Replicate()]
-                            )
-            for steps in (0, 1):
-                model, optim = built(wrap, "adamw", steps=steps)
-                before = state_of(model, optim)
-                call = partial(ours.set_optimizer_state_dict, model, optim, given)
-                if mesh is not None:
-                    raises(call, "has another layout than the model", "full_state_dict=True")
-                    same(state_of(model, optim), before)
-                    continue
-                kept = cloned(containers(given))
-                call()
-                same(given, kept, "the caller's dict")
-                same(optim.state_dict()["state"], source[1].state_dict()["state"], wrap)
-                train(optim)
-
-
-class Communicating(torch.optim.Optimizer):
-    """Exchanges what each rank computed, in its step, as distributed Muon does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                state.setdefault("momentum", torch.zeros(3))
-                dist.all_reduce(state["momentum"])
-
-
-@on(2)
-def test_a_step_that_communicates_is_never_taken() -> None:
-    """On one rank alone it would wait for the others, and then give half a state."""
-    model = WRAPPERS["ddp"](net())
-    optim = Communicating(model.parameters())
-    if dist.get_rank() == 1:
-        found = ours.get_optimizer_state_dict(model, optim)
-        assert found["state"] == {}
-    dist.barrier()
-    saved = ours.get_optimizer_state_dict(model, optim)
-    report = ours.set_optimizer_state_dict(model, optim, saved)
-    assert set(report.left_out) == {name for name, _ in net().named_parameters()}
-    assert not optim.state
-    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    with_state = ours.get_optimizer_state_dict(model, muon)["state"]
-    assert all(not state["momentum_buffer"].any() for state in with_state.values())
-    assert with_state
-    assert not muon.state
-
-
 @on(2)
 def test_a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
     """Which call the methods that were patched, and would come back without end."""
@@ -700,18 +509,3 @@ def test_a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
             same(found, expected)
             same(ours.get_state_dict(model, optim, options=chosen), expected)
         assert patches == (model.state_dict, optim.load_state_dict)
-
-
-@on(2)
-def test_module_versions_of_a_fully_sharded_model_are_those_of_the_bare_one() -> None:
-    """torch drops them where it gathers."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    expected = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
-    assert dict(inner.state_dict()._metadata) == expected
-    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
-    for full in (False, True):
-        chosen = ours.StateDictOptions(full_state_dict=full)
-        found = ours.get_model_state_dict(model, options=chosen)
-        assert dict(found._metadata) == expected, found._metadata

@@ -103,13 +103,6 @@ def test_nf4_quantises_what_is_loaded_into_it(tmp_path: Path) -> None:
     assert torch.equal(live(X), before)
 
 
-def test_a_copy_on_another_device_says_so() -> None:
-    """Also of a class that keeps the device in what it flattens to."""
-    for kind in (Int8Tensor, NF4Tensor):
-        copy = clone_of(quantised(1, kind)[0].weight.detach(), torch.device("meta"))
-        assert copy.device.type == codes(copy).device.type == "meta"
-
-
 @pytest.mark.parametrize(
     ("turned", "kind"), [(False, Int8Tensor), (True, Int8Tensor), (False, NF4Tensor)]
 )
@@ -167,37 +160,6 @@ def test_low_bit_moments_go_from_optimizer_to_optimizer(kind: Any, options: Any)
     kept = source.state[model.weight]["exp_avg"]
     ours.set_optimizer_state_dict(model, source, ours.get_optimizer_state_dict(model, source))
     assert source.state[model.weight]["exp_avg"] is kept
-
-
-def test_a_refused_optimizer_gets_its_low_bit_moments_back() -> None:
-    """They cannot be cloned, so what they hold is."""
-    model = nn.Linear(64, 64, bias=False)
-    optimizer, source = (AdamW8bit(model.parameters()) for _ in range(2))
-    train(model, optimizer, 1)
-    train(model, source, 3)
-    kept = optimizer.state_dict()["state"][0]["exp_avg"].codes.clone()
-
-    def refuse(optimizer: Any) -> None:
-        for state in optimizer.state.values():
-            state["exp_avg"].codes.zero_()
-        raise ValueError("no")
-
-    optimizer.register_load_state_dict_post_hook(refuse)
-    with pytest.raises(ValueError, match="no"):
-        ours.set_optimizer_state_dict(
-            model, optimizer, ours.get_optimizer_state_dict(model, source)
-        )
-    assert torch.equal(optimizer.state[model.weight]["exp_avg"].codes, kept)
-
-
-def test_a_file_loads_into_int8_weights_as_a_state_dict_does(tmp_path: Path) -> None:
-    """The class has no word for plain tensors: both say so, and change nothing."""
-    target = quantised(2)
-    expected = target(X)
-    torch.save(two(1).state_dict(), tmp_path / "x.pt")
-    with pytest.raises(torchlift.PlacementError, match="does not take such values"):
-        torchlift.load(target, tmp_path / "x.pt")
-    assert torch.equal(target(X), expected)
 
 
 @pytest.mark.parametrize("kind", [AdamW8bit, AdamW4bit, AdamWFp8])
@@ -275,17 +237,6 @@ def test_moments_go_from_mesh_to_mesh() -> None:
         assert not torch.equal(moment_codes(target), moment_codes(source))
         ours.set_optimizer_state_dict(other, target, saved, options=chosen)
         assert torch.equal(moment_codes(target), moment_codes(source))
-
-
-@on(2)
-def test_whole_moments_are_on_rank_0_alone_when_offloaded() -> None:
-    model, source = made(1)
-    chosen = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    saved = ours.get_optimizer_state_dict(model, source, options=chosen)
-    if dist.get_rank() == 0:
-        assert isinstance(saved["state"]["weight"]["exp_avg"], OptimState8bit)
-    else:
-        assert saved == {}
 
 
 def weights(seed: int, kind: Any) -> nn.Sequential:

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hub_files import damage, hub_cache, hub_files
 from ranks import on
 from torch import nn
-from zoo import Two
 
 import torchlift
 
@@ -61,27 +59,6 @@ def test_each_rank_verifies_its_part_and_all_end_the_same_way(folder: Path) -> N
         with pytest.raises(torchlift.IntegrityError, match="checksums are wrong in 1 of "):
             torchlift.load(model, path, verify=verify, **TOGETHER)
         assert all(param.is_meta for param in model.parameters())
-
-
-@needs_proc
-@pytest.mark.slow
-@on(2)
-def test_each_rank_hashes_some_of_the_files_of_a_hub(folder: Path) -> None:
-    """One shard each, of two; what is wrong in the other's stops a rank, too."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        box = [hub_cache(folder, hub_files(folder, NBYTES // 4))]
-    dist.broadcast_object_list(box)
-    (snapshot,), before = box, bytes_read()
-    report = torchlift.load(torchlift.skeleton(Two, NBYTES // 4), snapshot, verify=True, **TOGETHER)
-    assert 0.9 * NBYTES < bytes_read() - before < 1.2 * NBYTES
-    assert report.unchecked_nbytes == 0
-    dist.barrier()
-    if dist.get_rank() == 0:
-        damage(snapshot / "model-00002-of-00002.safetensors")
-    dist.barrier()
-    with pytest.raises(torchlift.IntegrityError, match="the checksum of the whole file"):
-        torchlift.load(torchlift.skeleton(Two, NBYTES // 4), snapshot, verify=True, **TOGETHER)
 
 
 @needs_proc

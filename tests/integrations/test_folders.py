@@ -166,14 +166,6 @@ def test_a_sharded_folder_of_accelerate_gives_both(tmp_path: Path) -> None:
     )
 
 
-def test_whole_weights_of_a_wrapped_model_are_found(tmp_path: Path) -> None:
-    """accelerate's pytorch_model_fsdp.bin, beside other files of torch."""
-    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
-    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.bin")
-    torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
-    assert list(torchlift.open(tmp_path)) == ["weight"]
-
-
 def test_a_folder_of_deepspeed_gives_the_model(tmp_path: Path) -> None:
     """By the path of its step; the optimizer's state is refused."""
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
@@ -218,11 +210,3 @@ def test_folders_without_one_state_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     torch.save({**state, "scale": Fraction(1, 2)}, folder / "optimizer.pt")
     assert "fractions.Fraction" in refused(folder, UnsafeError)
-
-
-def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
-    """As one to weights is."""
-    torch.save(state_of(nn.Linear(2, 2)), tmp_path / "elsewhere.pt")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
-    assert "a link that leaves the directory" in refused(tmp_path / "folder", UnsafeError)

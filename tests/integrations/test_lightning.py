@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_workers
+import torch.distributed as dist
+from ranks import on
 from torch import nn
 
 import torchlift
-from torchlift.errors import CheckpointError, IntegrityError, PlacementError
+from torchlift.errors import IntegrityError, PlacementError
 
 pytest.importorskip("pytorch_lightning")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import pytorch_lightning as lightning
     from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
     from pytorch_lightning.callbacks import ModelCheckpoint
-    from pytorch_lightning.plugins import AsyncCheckpointIO
+    from pytorch_lightning.strategies import DDPStrategy
 
     from torchlift.integrations.lightning import CheckpointIO, RankStates
 
@@ -162,28 +163,6 @@ def test_older_checkpoints_are_removed_and_the_last_is_found(tmp_path: Path) -> 
         assert not (tmp_path / name).exists()
 
 
-def test_a_trainer_saves_in_a_thread(tmp_path: Path) -> None:
-    """By Lightning's own plugin around this one."""
-    trainer = trainer_of(tmp_path, {}, plugins=[AsyncCheckpointIO(CheckpointIO())])
-    trainer.fit(Noisy(), Stream())
-    assert torchlift.verify(tmp_path / "step=12.ckpt").ok
-
-
-def test_what_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    """And not by the process that wants to go on; the older file stays as it was."""
-    model = Noisy()
-    trainer = trainer_of(tmp_path, {}, max_steps=1)
-    trainer.fit(model, Stream())
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    before = (tmp_path / "x.ckpt").read_bytes()
-    model.hparams["callback"] = sys.stdout
-    with pytest.raises(CheckpointError, match=r"hyper_parameters\.callback"):
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-    assert (tmp_path / "x.ckpt").read_bytes() == before
-    with pytest.raises(TypeError, match="storage_options"):
-        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"key": "a"})
-
-
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.Linear(2, 1)])
 def test_a_module_among_the_hyperparameters_is_refused(loss: nn.Module, tmp_path: Path) -> None:
     """Its state dict was written in its place. The way out of the error, in Lightning's words."""
@@ -234,22 +213,6 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     assert CheckpointIO(verify=False).load_checkpoint(path)["global_step"] == 1
 
 
-def test_places_of_other_ranks_are_an_error(tmp_path: Path) -> None:
-    """Where they differ; where they are equal each of the new ranks gets the one."""
-    trainer = trainer_of(tmp_path, {}, max_steps=3)
-    trainer.fit(Noisy(), Stream())
-    io = CheckpointIO()
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    state = io.load_checkpoint(tmp_path / "one.ckpt")
-    (own,) = state["torchlift_ranks"]
-    for name, place in (("same", own["loaders"]), ("other", [{"at": 1, "start": 9}])):
-        state["torchlift_ranks"] = [own, {**own, "loaders": place}]
-        io.save_checkpoint(state, tmp_path / f"{name}.ckpt")
-    trainer_of(tmp_path, {}, max_steps=4).fit(Noisy(), Stream(), ckpt_path=tmp_path / "same.ckpt")
-    with pytest.raises(PlacementError, match="number of ranks"):
-        trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=tmp_path / "other.ckpt")
-
-
 def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
     """The weights, the optimizer and what else is in the state."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[CheckpointIO()])
@@ -270,10 +233,49 @@ def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
     assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"])
 
 
+# ---- on ranks
+
+
+class Group(LightningEnvironment):
+    """The ranks that are there already."""
+
+    creates_processes_externally = True  # type: ignore[assignment]
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def fit(folder: Path, start: int, path: Path | None = None) -> Any:
+    environment = Group()
+    strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=environment)
+    model = Noisy()
+    torch.manual_seed(start)
+    trainer = trainer_of(folder, {"every_n_train_steps": 4}, strategy=strategy, devices=2)
+    trainer.fit(model, Stream(start), ckpt_path=path)
+    return model
+
+
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
+@on(2)
+def test_two_ranks_go_on_bit_by_bit(folder: Path) -> None:
     """Under DDP, each with its own random numbers and its own place in its data."""
-    found = run_workers(Path(__file__).with_name("workers_lightning.py"), 2, tmp_path)
-    assert len(found) == 1
-    assert not any(found.values()), found
+    torch.manual_seed(0)
+    first = fit(folder / "a", 10 + dist.get_rank())
+    torch.manual_seed(7)
+    again = fit(folder / "b", 50 + dist.get_rank(), folder / "a" / "step=4.ckpt")
+    assert again.losses == first.losses[4:]
+    assert len(again.losses) == 8
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses: list[Any] = [None, None]
+    dist.all_gather_object(losses, first.losses)
+    assert losses[0] != losses[1]

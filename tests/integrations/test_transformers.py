@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from ranks import run_workers
+import torch.distributed as dist
+from ranks import on
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import torchlift
 from torchlift.integrations.transformers import KeeperCallback
@@ -174,47 +177,6 @@ def test_the_way_out_of_load_best_model_at_end_works(tmp_path: Path) -> None:
         assert torchlift.diff(ckpt, trainer.model.state_dict()).equal
 
 
-def test_arguments_without_effect_are_warned_of(tmp_path: Path) -> None:
-    """By their names."""
-    callback = KeeperCallback(tmp_path / "kept")
-    trainer = trainer_of(
-        tmp_path / "out", callback, Noisy(), save_total_limit=2, save_only_model=True, max_steps=1
-    )
-    callback.resume(trainer)
-    with pytest.warns(RuntimeWarning, match=r"without effect .*save_total_limit .*save_only_model"):
-        trainer.train()
-
-
-def test_other_callbacks_hear_of_a_save(tmp_path: Path) -> None:
-    """And the Trainer saves its own files again once the callback is gone."""
-
-    class Heard(TrainerCallback):
-        steps: ClassVar[list[int]] = []
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.steps.append(state.global_step)
-
-    callback = KeeperCallback(tmp_path / "kept")
-    trainer = trainer_of(tmp_path / "out", callback, Noisy(), max_steps=8)
-    trainer.add_callback(Heard())
-    callback.resume(trainer)
-    trainer.train()
-    assert Heard.steps == [4, 8]
-    trainer.remove_callback(callback)
-    trainer.train()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "checkpoint-4", "checkpoint-8",
-    ]  # fmt: skip
-
-
-def test_a_callback_that_cannot_keep_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    """It was not told its trainer."""
-    callback, model = KeeperCallback(tmp_path / "kept"), Noisy()
-    with pytest.raises(RuntimeError, match=r"callback\.resume\(trainer\)"):
-        trainer_of(tmp_path / "out", callback, model).train()
-    assert not model.losses
-
-
 def test_a_run_that_goes_on_is_told_from_one_that_begins_anew(tmp_path: Path) -> None:
     """A result that was not passed on is an error; the Trainer reads other folders as ever."""
     callback = KeeperCallback(tmp_path / "kept")
@@ -230,10 +192,35 @@ def test_a_run_that_goes_on_is_told_from_one_that_begins_anew(tmp_path: Path) ->
         other.train(resume_from_checkpoint=str(tmp_path))
 
 
+def run(out: Path, draws: int) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    callback, model = KeeperCallback(out / "kept", keep=None), Noisy()
+    trainer = trainer_of(out / "out", callback, model, save_steps=2, ddp_backend="gloo")
+    path = callback.resume(trainer)
+    torch.rand(1 + draws)  # the seed is the Trainer's, of the order of the data too
+    trainer.train(resume_from_checkpoint=path)
+    return model, trainer
+
+
 @pytest.mark.slow
-@pytest.mark.distributed
-def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
-    """Under DDP, each with its own random numbers."""
-    found = run_workers(Path(__file__).with_name("workers_transformers.py"), 2, tmp_path)
-    assert len(found) == 1
-    assert not any(found.values()), found
+@on(2)
+def test_two_ranks_go_on_bit_by_bit(folder: Path) -> None:
+    """Under DDP, each with its own random numbers, and rows of its own."""
+    rank = dist.get_rank()
+    # Asked for, and not used: the ranks are there already.
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_WORLD_SIZE="2")
+    first, trainer = run(folder, rank)
+    assert trainer.args.world_size == 2
+    dist.barrier()
+    for path in (folder / "kept").glob("step-*") if rank == 0 else ():
+        if int(path.name[5:14]) > 2:
+            shutil.rmtree(path)  # from two ranks it is a DCP folder
+    dist.barrier()
+    again, _ = run(folder, 7)
+    assert again.losses == first.losses[2:]
+    assert len(again.losses) == 4
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses: list[Any] = [None, None]
+    dist.all_gather_object(losses, first.losses)
+    assert losses[0] != losses[1]

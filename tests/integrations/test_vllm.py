@@ -69,5 +69,5 @@ def test_vllm_loads_by_torchlift(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 16
+    assert len(found) == 12
     assert not {check: trace for check, trace in found.items() if trace}

@@ -112,20 +112,6 @@ def dcp() -> None:
     check_loaded(path, root="model")
 
 
-def training() -> None:
-    import torch
-
-    path = folder("training")
-    torch.save({"state_dict": weights(), "optimizer": weights()}, path / "last.pt")
-    check_loaded(path, root="state_dict")
-
-
-def zero() -> None:
-    from zero_files import Zero
-
-    check_loaded(Zero(3, 2, [weights()]).write(folder("zero")))
-
-
 def safetensors() -> None:
     import torchlift
 
@@ -142,29 +128,6 @@ def url() -> None:
     (path / "x.pt").rename(OUT / "x.pt")
     with serving(OUT) as server:
         check_loaded(path, path=server.url("x.pt"), root="model", storage_options={"tries": 2})
-
-
-def rename() -> None:
-    import torch
-
-    path = folder("rename")
-    torch.save({f"backbone.{name}.w": t for name, t in weights(prefix="").items()}, path / "x.pt")
-    check_loaded(path, rename=[[r"^backbone\.(\w+)\.w$", r"model.\1"]])
-
-
-def gguf() -> None:
-    import numpy as np
-    from gguf import GGUFWriter
-
-    path = folder("gguf")
-    writer = GGUFWriter(path / "x.gguf", "llama")
-    for name, tensor in weights(prefix="blk.").items():
-        writer.add_tensor(name, np.asarray(tensor))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    check_loaded(path, rename=[[r"^blk\.", "model."]])
 
 
 def slices() -> None:
@@ -271,7 +234,7 @@ def older() -> None:
 if __name__ == "__main__":
     found = {}
     for check in [
-        the_entry_point, dcp, training, zero, safetensors, url, rename, gguf, slices, memory,
+        the_entry_point, dcp, safetensors, url, slices, memory,
         missing, unknown, unsafe, options, nothing_there, older,
     ]:  # fmt: skip
         try:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
-import re
-import tracemalloc
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -163,33 +160,6 @@ def test_a_class_may_have_another_name_in_files(path: Any) -> None:
     assert torchlift.open(path, allow_classes=[(Int8, "other.Name")]).blocked_keys
 
 
-@pytest.mark.parametrize("kind", ["zip", "legacy", "file object", "shards"])
-def test_tensors_of_allowed_classes_are_listed_where_the_file_has_them(tmp_path, kind):
-    """As `torch.load` lists them; below a container, and after a shard without any, too."""
-    state = {"a": weights(Int8), "b": torch.ones(1), "c": {"d": weights(Int8), "e": torch.ones(1)}}
-    path = tmp_path / "model.pt"
-    torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
-    given: Any = path
-    before: list[str] = []
-    if kind == "shards":
-        given, before = tmp_path / "shards", ["z"]
-        given.mkdir()
-        torch.save({"z": torch.ones(1)}, given / "pytorch_model-00001-of-00002.bin")
-        torch.save(state, given / "pytorch_model-00002-of-00002.bin")
-    elif kind == "file object":
-        given = io.BytesIO(path.read_bytes())
-    keys = [*before, "a", "b", "c.d", "c.e"]
-    with torchlift.open(given, allow_classes=[Int8]) as ckpt:
-        assert list(ckpt) == list(ckpt.entries) == list(ckpt.state_dict()) == keys
-        table = str(ckpt).partition("\nkey ")[2]
-        assert re.findall(r"(?m)^ *([a-z.]+) ", table)[1:] == keys
-        assert list(ckpt.tree()) == ([*before, "a", "b", "c"] if kind != "shards" else keys)
-        assert list(ckpt.tree("c")) == ["d", "e"]
-    if kind != "file object":
-        assert list(torchlift.open(given, root="c", allow_classes=[Int8])) == ["d", "e"]
-        assert list(torchlift.open(given)) == [*before, "b", "c.e"]
-
-
 @pytest.mark.parametrize("allow", [Int8, "int8_weights.Int8", ["int8_weights.Int8"], [len], [1]])
 def test_only_classes_can_be_allowed(path: Any, allow: Any) -> None:
     """A name is no class: nothing is imported for a file."""
@@ -259,31 +229,6 @@ def test_arrays_of_numpy_come_back_as_they_were(path: Any, protocol: int, legacy
     np.testing.assert_array_equal(ckpt.objects["in.list"][1], np.ones(2))
     assert "numpy array <f8 [2, 3]" in str(ckpt)
     assert torchlift.diff(path, path).equal
-
-
-def test_one_array_is_made_once_and_only_when_it_is_asked_for(path: Any) -> None:
-    """However many names it has; a load that needs none of them makes none."""
-    array = np.zeros(1 << 17)
-    saved(path, w=torch.ones(2), refs=[array] * 100, more={f"{n}": array for n in range(200)})
-    other = saved(path.with_name("other.pt"), w=torch.ones(2))
-    ckpt = torchlift.open(path)
-    tracemalloc.start()
-    try:
-        for given in (ckpt, [path, other], [other, {"x": 1}, path]):
-            torchlift.load(Bag({"w": torch.zeros(2)}), given, strict=False)
-        without = tracemalloc.get_traced_memory()[1]
-        objects, tree = ckpt.objects, ckpt.tree()
-        listed = dict(objects)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert without < 5 * array.nbytes  # opening takes three of them for a while
-    assert peak < 8 * array.nbytes
-    assert len({id(value) for value in objects["refs"]} | {id(objects["more.7"])}) == 1
-    assert len({id(x) for x in (*tree["refs"], *tree["more"].values())}) == 1
-    assert tree["refs"][0] is not objects["more.1"]
-    assert objects["refs"] is objects["refs"]
-    assert listed.keys() == objects.keys()
 
 
 def test_arrays_over_the_same_bytes_are_paid_for(path: Any) -> None:
@@ -403,29 +348,6 @@ def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -
     for allow in ([], [Holder]):
         with pytest.raises(torchlift.CheckpointError):
             torchlift.open(path, allow_classes=allow)
-
-
-class Kept(Int8):
-    """A wrapper that keeps a tensor under the name of a method of torch's."""
-
-    def __init__(self, values: Any, scale: Any, dtype: Any = torch.float32) -> None:
-        super().__init__(values, scale, dtype)
-        self.values = torch.ones(2)
-
-    def __tensor_flatten__(self) -> Any:
-        return ["values_int8", "scale", "values"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
-        made = cls(inner["values_int8"], inner["scale"])
-        made.values = inner["values"]
-        return made
-
-
-def test_a_wrapper_may_name_a_tensor_as_torch_names_a_method(path: Any) -> None:
-    """Where it says so in ``__tensor_flatten__``."""
-    saved(path, w=weights(Kept))
-    assert torch.equal(torchlift.open(path, allow_classes=[Kept])["w"].values, torch.ones(2))
 
 
 class Stated:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 import torchlift
 from torchlift import MismatchError, remap
 from torchlift.cli import main
-from torchlift.formats.index import allowed, left_out
 
 
 class Net(nn.Module):
@@ -129,20 +127,6 @@ def test_patterns_are_of_the_names_below_the_root_and_before_they_are_renamed() 
             torchlift.load(model, source, root="model", rename=strip, **words)  # type: ignore[arg-type]
 
 
-def test_all_that_a_key_would_be_split_into_may_be_missing(tmp_path: Path) -> None:
-    """Not only the first name that it gives."""
-    torch.save({"both": torch.ones(5, 3), "encoder.weight": torch.ones(3, 2)}, tmp_path / "x.pt")
-    rename = remap.split("both", ["head.weight", "encoder.more"], chunk=0, sizes=[2, 3])
-    model = Net()
-    model.encoder.bias = None
-    model.head.bias = None
-    model.encoder.more = nn.Parameter(torch.zeros(3, 3))
-    for given in (tmp_path / "x.pt", torch.load(tmp_path / "x.pt")):
-        report = torchlift.load(model, given, rename=rename, exclude=["both"])
-        assert sorted(report.missing_keys) == ["encoder.more", "head.weight"]
-        assert torchlift.load(model, given, rename=rename).missing_keys == []
-
-
 class Counting(nn.Module):
     """Keeps an extra state of several values."""
 
@@ -190,21 +174,6 @@ def test_names_may_be_renamed_by_a_dict(tmp_path: Path) -> None:
         torchlift.convert(tmp_path / "x.pt", out, rename={"nothing": "x"}, overwrite=True)
 
 
-def test_a_plan_counts_a_transform_and_never_calls_it(tmp_path: Path) -> None:
-    """New memory for every result; shapes may still change."""
-    path = _torch_file(tmp_path)
-    model = torchlift.skeleton(Net)
-
-    def refuses(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError(key)
-
-    plan = torchlift.plan(model, path, transform=refuses)
-    nbytes = sum(value.nbytes for value in state().values())
-    assert torchlift.plan(model, path).peak_bytes < nbytes <= plan.peak_bytes
-    wide = {**state(), "head.weight": torch.ones(1, 3)}
-    torchlift.plan(model, wide, transform=refuses)
-
-
 class Bracketed(nn.Module):
     """Modules whose names have brackets."""
 
@@ -216,7 +185,7 @@ class Bracketed(nn.Module):
 
 @pytest.mark.parametrize("pattern", ["blocks[0].*", "blocks[0].weight", "*[0].weight", "b*[0].w*t"])
 def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(pattern, tmp_path):
-    """Beside stars, too: in loads, of an optimizer, in conversions and in the command."""
+    """Beside stars, too: in loads, in plans and in the command."""
     state, path = Bracketed().state_dict(), tmp_path / "m.pt"
     torch.save(state, path)
     fitting = {key for key in state if "[0]" in key and (".*" in pattern or "weight" in key)}
@@ -225,12 +194,11 @@ def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(pattern, t
     assert report.loaded.keys() == fitting
     report = torchlift.load(Bracketed(), path, exclude=[pattern])
     assert report.loaded.keys() == rest.keys()
-    report = torchlift.load(Bracketed(), rest, allow_missing=[pattern])
-    assert {*report.missing_keys} == fitting
     given = {**rest, **{f"x.{key}": state[key] for key in fitting}}
     report = torchlift.load(
         Bracketed(), given, allow_missing=[pattern], allow_unexpected=[f"x.{pattern}"]
     )
+    assert {*report.missing_keys} == fitting
     assert {*report.unexpected_keys} == {f"x.{key}" for key in fitting}
     assert torchlift.plan(Bracketed(), path, include=[pattern]).loaded.keys() == fitting
     for option, keys in (("--include", fitting), ("--exclude", rest.keys())):
@@ -238,34 +206,3 @@ def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(pattern, t
             ["convert", str(path), str(tmp_path / "new.pt"), option, pattern, "--overwrite"]
         )
         assert (done, torchlift.open(tmp_path / "new.pt").keys()) == (0, keys)
-    model = Bracketed()
-    optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.9)
-    sum(parameter.sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    found = torchlift.load_optimizer(model, optimizer, optimizer.state_dict(), exclude=[pattern])
-    assert {*found.missing_keys} == fitting
-
-
-def _best_of_three(function: Callable[[], object]) -> float:
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
-def test_500_names_and_patterns_do_not_take_500_times_as_long_as_one() -> None:
-    """Each was compared with each of 20,000 names. It takes about as long as one, now."""
-    keys = [f"layers.{at // 10}.{at % 10}.weight" for at in range(20_000)]
-    one = _best_of_three(lambda: left_out(keys, (), ["*"], keys[:1], ""))
-    patterns = {
-        "names": keys[:500],
-        "patterns": [f"layers.{at}.?.*" for at in range(500)],
-        "brackets": [f"layers.{at}.[0-4].weight" for at in range(500)],
-    }
-    for what, some in patterns.items():
-        for include, exclude in ((some, ()), (["*"], some)):
-            many = _best_of_three(lambda: left_out(keys, (), include, exclude, ""))  # noqa: B023
-            assert many < 100 * one, what
-        assert _best_of_three(lambda: allowed(keys, some)) < 100 * one, what  # noqa: B023

@@ -188,26 +188,6 @@ def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
     )
 
 
-def test_a_hint_for_names_on_both_sides_is_to_rename_and_never_to_be_less_strict(tmp_path):
-    """Without strict, the model would be loaded in part, and nobody told."""
-    state = {key.replace(".", "_"): value for key, value in randomised(Mixed()).items()}
-    with pytest.raises(MismatchError) as error:
-        torchlift.load(Mixed(), saved(state, tmp_path))
-    assert error.value.hint == "Pass rename= with the rule that brings the names together."
-    assert "strict=False" not in str(error.value)
-
-
-def test_what_a_caller_allows_gets_no_hint(tmp_path):
-    """A head that is left out on purpose is not to be renamed to one that is new on purpose."""
-    old = {"body.weight": torch.ones(1, 2), "module.new.weight": torch.ones(2, 2)}
-    path = saved({**old, "module.new.bias": torch.ones(2)}, tmp_path)
-    model = nn.ModuleDict({"body": nn.Linear(2, 1, bias=False), "new": nn.Linear(2, 2)})
-    assert "start with 'module.'" in torchlift.plan(model, path, strict=False).hint
-    options = {"allow_missing": ["new.*"], "allow_unexpected": ["module.*"]}
-    assert torchlift.plan(model, path, **options).hint is None
-    assert torchlift.plan(model, path, strict=False, allow_missing=["new.*"]).hint is None
-
-
 @pytest.mark.parametrize("argument", ["rename", "transform"])
 def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, argument):
     """Its type is the caller's, and a note says for which tensor it was raised."""
@@ -408,29 +388,6 @@ def test_a_live_tensor_that_repeats_elements_is_not_written_to(tmp_path, value):
         torchlift.load(model, path)
     torchlift.load(model, path, mode="assign")
     assert_holds(model, state)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_repeated_elements_of_the_file_become_elements_of_their_own(tmp_path, source):
-    """A broadcast or sliding view is loaded as a tensor that can be trained."""
-    state = {"a": torch.ones(1, 3).expand(2, 3), "b": torch.arange(4.0).as_strided((2, 3), (1, 1))}
-    model = torchlift.skeleton(Two)
-    torchlift.load(model, saved(state, tmp_path), source=source)
-    assert_holds(model, {key: value.contiguous() for key, value in state.items()})
-    assert model.a.is_contiguous()
-    assert model.b.is_contiguous()
-    with torch.no_grad():
-        model.b[0, 1] = 99
-    assert model.b.tolist() == [[0, 99, 2], [1, 2, 3]]
-
-
-@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
-def test_a_hidden_sparse_buffer_is_left_in_peace(tmp_path, mode):
-    """What a checkpoint does not contain need not be like other tensors."""
-    model = Two()
-    model.register_buffer("mask", torch.eye(3).to_sparse(), persistent=False)
-    torchlift.load(model, saved(randomised(Two()), tmp_path), mode=mode)
-    assert torch.equal(model.mask.to_dense(), torch.eye(3))
 
 
 # --- transform --------------------------------------------------------------------------------

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from int8_weights import Int8
 from small_models import Two, saved
 from torch import nn
 
 import torchlift
-from torchlift import swap
 from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
 
 LINE = 'these bytes are the file\'s; never overwrite it in place, or load with source="read"'
@@ -67,22 +65,6 @@ def test_live_model_is_mapped_where_that_is_asked_for(tmp_path, state):
     ):
         report = torchlift.load(Two(64, 64), path, **options)
         assert mapped_line(report) == f"mapped: {count}: {LINE}"
-
-
-def test_handler_of_a_live_class_may_keep_what_it_gets(tmp_path: Path) -> None:
-    """It gets memory that is the process's own, so that what it makes of it is no map either."""
-
-    class Holding(Int8):
-        """Keeps the tensor that it is made of as its scale."""
-
-    with swap.module_load(Holding, lambda old, new, assign: Holding(old.values_int8, new)):
-        model = nn.Linear(1, 64, bias=False)
-        model.weight = nn.Parameter(Holding.quantised(model.weight.detach()))
-        values = torch.randn(64, 1)
-        path = saved({"weight": values.clone()}, tmp_path)
-        torchlift.load(model, path)
-    overwrite(path)
-    assert torch.equal(model.weight.scale, values)
 
 
 def test_skeleton_stays_mapped_and_the_report_says_whose_bytes_they_are(tmp_path, state):

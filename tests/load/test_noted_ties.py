@@ -120,28 +120,6 @@ def test_a_noted_tie_is_found_behind_a_url_and_in_a_set(saved: Path, tmp_path: P
         assert_filled(model, saved)
 
 
-def test_a_wrapped_model_gets_the_value_of_a_noted_tie(saved: Path) -> None:
-    """Its names have a prefix that the file's have not."""
-    model = untied()
-    report = torchlift.load(torch.compile(model, backend="eager"), saved)
-    assert_filled(model, saved)
-    assert "head.weight" in report.loaded
-
-
-def test_of_several_files_a_tie_is_of_its_own_file(saved: Path, tmp_path: Path) -> None:
-    """A later file's tie counts more than an earlier file's value, and less than a later one's."""
-    other = torch.full((3, 3), 9.0)
-    save_file({"head.weight": other}, tmp_path / "head.safetensors")
-    save_file({"emb.weight": other}, tmp_path / "emb.safetensors")
-    model = untied()
-    torchlift.load(model, [tmp_path / "head.safetensors", saved])
-    assert_filled(model, saved)
-    torchlift.load(model, [saved, tmp_path / "head.safetensors"])
-    assert torch.equal(model.head.weight, other)
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): head\.weight"):
-        torchlift.load(model, [saved, tmp_path / "emb.safetensors"])
-
-
 def test_patterns_and_renames_leave_a_noted_name_out(saved: Path) -> None:
     """As if it were a key: `exclude`, and a rename that drops it."""
     for options in (

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from int8_weights import Int8
 from torch import nn
 
 import torchlift
@@ -46,24 +45,3 @@ def load_on_a_rank() -> list[Any]:
 def test_a_class_that_refuses_values_on_one_rank_stops_all_ranks() -> None:
     """Its code runs before the ranks agree, and is undone."""
     assert on_ranks(2, load_on_a_rank) == [["b", True, {1.0}, {1.0}, {1.0}]] * 2
-
-
-def test_plain_tensors_keep_their_values_if_one_cannot_take_those_of_a_class() -> None:
-    """torch says so in the middle of its copies."""
-
-    class Closed(Int8):
-        """Cannot be copied into a plain tensor."""
-
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.copy_.default:
-                raise NotImplementedError("copy_")
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    state: dict[str, torch.Tensor] = {name: torch.zeros(2, 2) for name in "abc"}
-    state["b"] = Closed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1))
-    model = model_of(torch.Tensor)
-    with pytest.raises(torchlift.PlacementError, match="'b': its class does not take") as caught:
-        torchlift.load(model, state)
-    assert caught.value.entry == "b"
-    assert all(param.eq(1).all() for param in model.parameters())

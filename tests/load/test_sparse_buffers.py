@@ -13,7 +13,7 @@ from zoo import same
 
 import torchlift
 from torchlift.distributed import get_model_state_dict, set_model_state_dict
-from torchlift.errors import MismatchError, PlacementError
+from torchlift.errors import PlacementError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse", "ignore:torch.quantize_per", "ignore:TypedStorage"
@@ -85,38 +85,6 @@ def test_a_live_buffer_gets_the_values_and_keeps_its_tie(tmp_path, kind, tied):
     keeper.close()
     assert shown(model) == expected
     assert shown(source) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tie_of_different_values_is_refused(kind: str) -> None:
-    """No matter of which parts the tensors are made. The model stays as it was."""
-    apart = Net(kind, 3.0, False)
-    apart.b.mask = KINDS[kind](torch.eye(4) * 2)
-    model = Net(kind, 1.0, True)
-    before = shown(model)
-    with pytest.raises(MismatchError) as caught:
-        torchlift.load(model, apart.state_dict())
-    assert caught.value.entry == "a.mask"
-    assert shown(model) == before
-    model = Net(kind, 1.0, False)  # the way out: untie the model
-    torchlift.load(model, apart.state_dict())
-    assert shown(model) == shown(apart)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_load_leaves_a_sparse_buffer_as_it_was(kind: str) -> None:
-    """An error after the values are placed gives the live tensor its values back."""
-
-    def too_late(*_: object) -> None:
-        raise RuntimeError("too late")
-
-    model = Net(kind, 1.0, False)
-    model.register_load_state_dict_post_hook(too_late)
-    before, held = shown(model), model.a.mask
-    with pytest.raises(RuntimeError, match="too late"):
-        torchlift.load(model, Net(kind, 3.0, False).state_dict())
-    assert shown(model) == before
-    assert model.a.mask is held
 
 
 @pytest.mark.parametrize("hooked", [True, False])

@@ -46,13 +46,3 @@ def test_assigned_and_mapped_tensors_keep_the_strides_of_the_file(tmp_path, is_l
     for key, value in like.state_dict().items():
         assert model.state_dict()[key].stride() == value.stride() == state[key].stride()
     assert report.bytes_read == 0 or "source" not in options
-
-
-def test_a_model_with_such_strides_is_still_mapped(tmp_path: Path) -> None:
-    """A file of the same layout is not read."""
-    path = tmp_path / "m.pt"
-    like = Net().to(memory_format=torch.channels_last)
-    torch.save(like.state_dict(), path)
-    model = torchlift.skeleton(Net).to(memory_format=torch.channels_last)
-    assert torchlift.load(model, path).bytes_read == 0
-    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)

@@ -26,13 +26,6 @@ every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOUR
 Tied = partial(zoo.Tied, 5, 4)
 
 
-def untied() -> nn.Module:
-    """Three tensors that are nothing to each other."""
-    return zoo.Holder(
-        {name: torch.zeros(4, 2) for name in ("a", "b")} | {"part": torch.zeros(2, 2)}
-    )
-
-
 def target(factory: Callable[[], nn.Module], live: bool) -> Any:
     """A model to load into."""
     return factory() if live else torchlift.skeleton(factory)
@@ -94,14 +87,6 @@ def test_the_same_bytes_are_not_the_same_values(door, dtype, change, tmp_path):
     torchlift.load(model, {"embed.weight": values, "head.weight": values.view(5, 4)})
 
 
-def test_the_hint_for_a_conflict_works(tmp_path: Path) -> None:
-    """Dropping the wrong one with rename= loads the other."""
-    path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.ones(5, 4)}, tmp_path)
-    model = torchlift.skeleton(Tied)
-    torchlift.load(model, path, rename=lambda key: None if key == "embed.weight" else key)
-    assert (model.embed.weight == 1).all()
-
-
 def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> None:
     """Two copies of one value agree, NaN and strides aside."""
     values = torch.arange(20.0).view(5, 4)
@@ -111,26 +96,6 @@ def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> No
     torchlift.load(model, path)
     assert torch.equal(model.embed.weight[1:], values[1:])
     assert model.head.weight is model.embed.weight
-
-
-def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
-    """The report of a mapped load says which tensors got memory of their own, and why."""
-    whole = torch.arange(8.0).view(4, 2)
-    path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
-    report = torchlift.load(torchlift.skeleton(untied), path, source="mmap")
-    notes = {key: item.note for key, item in report.loaded.items() if item.note}
-    assert len(notes) == 2
-    assert all("shares bytes with another key of the file" in note for note in notes.values())
-
-
-@every_way
-def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
-    """What is tied is read from the module at the time of the load."""
-    model = torchlift.skeleton(zoo.Two, 4, 2)
-    model.b = model.a
-    torchlift.load(model, write({"b": torch.ones(4, 2)}, tmp_path), mode=mode, source=source)
-    assert model.b is model.a
-    assert model.a.eq(1).all()
 
 
 def aliased() -> nn.ModuleDict:

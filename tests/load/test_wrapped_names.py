@@ -108,41 +108,6 @@ def test_rules_of_remap_are_written_from_the_report(name: str) -> None:
         assert caught.value.entry == prefix
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_fit_makes_a_map_with_these_names(name: str) -> None:
-    """Its paths of ``no_split``, its rule for dtypes, and the map that a load accepts."""
-    model, seen = WRAPPERS[name](two()), Seen()
-    found = remap.fit(model, {"cpu": 48, "disk": None}, no_split=["1"], dtype=seen.dtype)
-    assert found == remap.fit(two(), {"cpu": 48, "disk": None}, no_split=["1"], dtype=seen.dtype)
-    assert {*seen.dtype_names} == {*NAMES}
-    assert remap.fit(model, {"cpu": None}, no_split=nn.Linear) == {"": "cpu"}
-    torchlift.plan(model, two().state_dict(), device=remap.fit(model, {"cpu": 24, "meta": None}))
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"device": lambda entry: "cuda:99" if entry.key == "0.bias" else None},
-        {"dtype": lambda entry: "int8" if entry.key == "0.bias" else None},
-        {"transform": lambda key, tensor: tensor.to_sparse() if key == "0.bias" else tensor},
-        {"mode": "copy", "dtype": remap.by_key({"0.bias": "float64"})},
-    ],
-)
-def test_errors_have_these_names(words: Any, name: str) -> None:
-    with pytest.raises(torchlift.PlacementError) as caught:
-        torchlift.load(WRAPPERS[name](two()), two().state_dict(), **words)
-    assert caught.value.entry == "0.bias"
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_values_that_are_not_finite_have_these_names(name: str) -> None:
-    state = {**two().state_dict(), "0.bias": torch.tensor([float("nan"), 1.0])}
-    with pytest.raises(torchlift.IntegrityError) as caught:
-        torchlift.load(WRAPPERS[name](two()), state, check="finite")
-    assert caught.value.not_finite == {"0.bias": (1, 0)}
-
-
 def test_a_child_with_the_name_of_a_wrapper_keeps_it() -> None:
     """Only the first ``module`` is of the wrapper."""
     inner, seen = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)}), Seen()

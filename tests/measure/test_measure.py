@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import pickle
-import sys
 import threading
 import time
-from typing import Any, NamedTuple
 
 import pytest
-import torch
 from in_code import in_code
 
 from torchlift import measure
@@ -127,19 +123,6 @@ def test_an_exception_passes_through_and_nothing_is_left_running() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_killed_helper_does_not_hide_the_exception_of_the_block() -> None:
-    """Whoever kills the helper, the error that the user sees is the user's."""
-
-    def block() -> None:
-        with measure.memory() as use:
-            use._helper.kill()
-            use._helper.wait()
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        block()
-
-
 def test_blocks_in_several_threads_do_not_disturb_each_other() -> None:
     """Eight threads measure at the same time and each gets a complete measurement."""
     uses: list[measure.MemoryUse] = []
@@ -211,33 +194,6 @@ def test_a_child_returns_its_value_output_and_time() -> None:
     assert 0 < child.seconds < 60
 
 
-def test_a_child_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch) -> None:
-    """A folder that the parent put on sys.path is on the child's too."""
-    (tmp_path / "my_recipe_helpers.py").write_text("def answer():\n    return 42\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    helpers = importlib.import_module("my_recipe_helpers")
-    monkeypatch.delitem(sys.modules, "my_recipe_helpers")
-    assert measure.in_child(helpers.answer).value == 42
-
-
-def test_a_function_is_sent_with_all_that_it_refers_to() -> None:
-    """A closure with a class of its own; its arguments and its value need not be JSON."""
-    width = 3
-
-    class Pair(NamedTuple):
-        left: torch.Tensor
-        right: set[int]
-
-    def work(value: torch.Tensor) -> Pair:
-        assert os.getpid() != parent
-        return Pair(value * width, {width})
-
-    parent = os.getpid()
-    found = measure.in_child(work, torch.ones(2)).value
-    assert torch.equal(found.left, torch.full((2,), 3.0))
-    assert found.right == {3}
-
-
 def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
     """And an error of the function comes back with its traceback."""
     with pytest.raises(TypeError, match="an argument cannot be sent to another process"):
@@ -252,14 +208,6 @@ def test_setup_is_not_part_of_the_measurement() -> None:
     assert child.value == 64 * MIB
     assert child.memory.added_anonymous < 2 * MIB
     assert child.memory.baseline.anonymous > 64 * MIB
-
-
-def test_a_global_may_have_the_name_of_a_module_of_torch() -> None:
-    """`torch.distributed.config` is of a class of torch, and goes to the child by its name."""
-    scope: dict[str, Any] = {}
-    text = "import torch.distributed as dist\nconfig = {'lr': 0.5}\n"
-    exec(text + "def work():\n    return dist.is_available(), config['lr']\n", scope)
-    assert measure.in_child(scope["work"]).value == (True, 0.5)
 
 
 def test_a_value_that_cannot_be_sent_back_is_told() -> None:
@@ -283,11 +231,3 @@ def test_a_function_in_a_child_can_mark_its_timeline() -> None:
     assert 30 * MIB < block.anonymous - start.anonymous < 40 * MIB
     with pytest.raises(RuntimeError, match="called in a memory"):
         measure.mark("nothing is measured")
-
-
-def test_the_style_of_the_figures_is_part_of_the_package() -> None:
-    """A downloaded notebook draws what the page shows."""
-    import matplotlib.pyplot as plt
-
-    with plt.style.context("torchlift.measure.figures"):
-        assert len(set(plt.rcParams["axes.prop_cycle"].by_key()["color"])) == 4

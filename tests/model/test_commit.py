@@ -11,30 +11,11 @@ from hypothesis import strategies as st
 from small_models import Two, unchanged
 from torch import nn
 
-from torchlift._model.commit import Commit, repeats, successor_of
-from torchlift.errors import PlacementError
+from torchlift._model.commit import Commit, repeats
 
 
 class Sentinel(Exception):
     """What a test raises to make a commit fail."""
-
-
-def test_a_parameter_subclass_stays_one():
-    """The class of a parameter is part of the model."""
-
-    class Marked(nn.Parameter):
-        pass
-
-    made = successor_of(Marked(torch.zeros(2)), torch.ones(2))
-    assert type(made) is Marked
-    assert made.requires_grad
-
-
-def test_integers_are_never_asked_for_a_gradient():
-    """A successor without floating-point values does not require one."""
-    made = successor_of(nn.Parameter(torch.zeros(2)), torch.ones(2, dtype=torch.int8))
-    assert type(made) is nn.Parameter
-    assert not made.requires_grad
 
 
 @settings(max_examples=200, deadline=None)
@@ -77,12 +58,3 @@ def test_what_cannot_be_taken_back_is_named_and_the_rest_is_taken_back():
         fail()
     (note,) = caught.value.__notes__
     assert "in doubt: the extra state of Stubborn: LookupError: not back" in note
-
-
-def test_an_undo_that_no_error_asked_for_says_what_is_in_doubt():
-    """As a plan's does."""
-    commit = Commit()
-    other = Stubborn(1, 1)
-    commit.when_undone(lambda: other.set_extra_state(True), "the extra state of Stubborn")
-    with pytest.raises(PlacementError, match=r"not be put back as before: .*of Stubborn: LookupE"):
-        commit.undo()

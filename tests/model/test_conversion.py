@@ -35,15 +35,6 @@ def test_the_flag_is_what_it_was_after_any_exit(before, error):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_blocks_may_be_nested():
-    """The inner one ends nothing."""
-    with swap.preserving_references():
-        with swap.preserving_references():
-            assert flag()
-        assert flag()
-    assert not flag()
-
-
 def test_blocks_of_threads_may_overlap():
     """The first to end leaves the flag to the others; the last one restores it."""
     entered, leave = threading.Event(), threading.Event()

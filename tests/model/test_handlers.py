@@ -6,7 +6,7 @@ import pytest
 import torch
 from in_code import in_code
 from int8_weights import Int8, load_int8, quantise_linear, registered
-from small_models import Two, on_meta, saved, unchanged
+from small_models import Two, saved, unchanged
 from torch import nn
 
 import torchlift
@@ -149,38 +149,6 @@ torch.ones(2048, 2048).abs().amax(1)
         assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
 
 
-def test_what_a_handler_writes_to_its_destination_is_thrown_away(tmp_path):
-    """A later tensor may still be refused; the model must be as it was."""
-    model = quantise_linear(network(), None)
-    state = network().state_dict()
-    del state["2.bias"]
-    state["2.bias"] = torch.zeros(4, dtype=torch.complex64)
-    before = {at: model[at].weight.dequantised() for at in (0, 2)}
-
-    def in_place(destination, source, assign):
-        destination.values_int8.fill_(1)
-        return destination.copy_(source).detach()
-
-    with swap.module_load(Int8, in_place), pytest.raises(PlacementError, match="complex"):
-        torchlift.load(model, saved(state, tmp_path))
-    assert all(torch.equal(model[at].weight.dequantised(), before[at]) for at in before)
-
-
-def test_the_handler_is_told_whether_to_take_the_sources_kind(path):
-    """True for assign and for a destination on meta, False for a live one that is swapped."""
-    told = []
-
-    def handler(destination, source, assign):
-        told.append(assign)
-        return load_int8(destination, source, assign)
-
-    with swap.module_load(Int8, handler):
-        for live, mode in [(True, "swap"), (True, "auto"), (True, "assign"), (False, "swap")]:
-            model = network() if live else torchlift.skeleton(network)
-            torchlift.load(quantise_linear(model, "cpu" if live else "meta"), path, mode=mode)
-    assert told == [False] * 4 + [True] * 4
-
-
 class Base(torch.Tensor):
     """A plain subclass."""
 
@@ -218,23 +186,3 @@ def test_a_handler_is_refused_for_every_tensor_there_is():
             swap.module_load(wrong, load_int8)
     with pytest.raises(TypeError, match=r"a callable, not .* and 3"):
         swap.module_load(Int8, 3)
-
-
-def test_a_hand_written_class_is_asked_too(tmp_path):
-    """With ``mode="swap"`` and on meta its own ``__torch_function__`` decides."""
-
-    class Negated(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func is torch.Tensor.module_load:
-                return (-args[1]).as_subclass(cls)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    path = saved({"a": torch.ones(2, 3)}, tmp_path)
-    for model in (nn.ParameterDict({"a": torch.zeros(2, 3)}), on_meta({"a": torch.ones(2, 3)})):
-        held = nn.Parameter(model.a.detach().as_subclass(Negated))
-        model.a = held
-        torchlift.load(model, path, mode="swap")
-        assert model.a is held
-        assert model.a.eq(-1).all()
-        assert type(model.a) is Negated

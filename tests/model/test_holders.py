@@ -82,25 +82,6 @@ def test_a_compiled_model_computes_with_the_loaded_weights(wanted, backend, dtyp
     torch._dynamo.reset()
 
 
-def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
-    """Weak references of guards outlive the compilation (pytorch#186796); auto does not mind."""
-    reference, path = wanted
-    model = network()
-    guarding = []
-
-    def backend(graph, inputs):
-        with pytest.raises(PlacementError, match="weak reference") as caught:
-            torchlift.load(model, path, mode="swap")
-        guarding.append(caught.value.entry)
-        torchlift.load(model, path)
-        return graph
-
-    torch.compile(model, backend=backend)(torch.ones(1, 4))
-    assert guarding == ["0.weight"]
-    assert computes_the_same(model, reference)
-    torch._dynamo.reset()
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """A few steps on inputs that differ between the ranks."""
     for step in range(steps):
@@ -173,13 +154,3 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     child = in_code(code, str(path), mode, setup=setup, finish=finish)
     assert child.value == ["torch.bfloat16"]
     assert child.memory.added_anonymous / 2**20 < 256 + 16 + 64
-
-
-def test_preflight_looks_into_what_wraps_the_module():
-    """A compiled module and an average are modules like any other."""
-    model = network()
-    compiled = torch.compile(model, backend="eager")
-    held = model[0].weight.view(-1)
-    (blocker,) = swap.preflight(compiled)
-    assert blocker.key == "_orig_mod.0.weight"
-    assert held.shape == (32,)

@@ -30,12 +30,6 @@ class Aliased(nn.Module):
         self.register_buffer("alias", parameter.detach())
 
 
-class Slotted(nn.Parameter):
-    """A parameter class that keeps an attribute in a slot."""
-
-    __slots__ = ("rank",)
-
-
 class Selfish(torch.Tensor):
     """A class that returns the tensor itself when it is loaded."""
 
@@ -97,15 +91,6 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
     assert optimizer.param_groups[0]["params"][777] is model[777]
 
 
-def test_a_class_with_slots_is_named():
-    """torch exchanges only objects whose classes have the same slots."""
-    model = Two()
-    model.a = Slotted(torch.zeros(2, 3))
-    (blocker,) = swap.preflight(model)
-    assert blocker.kinds == {Hold.CLASS}
-    assert str(blocker) == "a: its class Slotted has slots that a plain tensor lacks: rank"
-
-
 def test_a_class_that_returns_its_own_input_is_refused_with_a_way_out(tmp_path):
     """Exchanged with itself, a tensor would keep its old values without a word."""
     model = Two()
@@ -164,22 +149,6 @@ def test_a_holder_beside_an_everyday_one_is_in_the_way():
     assert holder.followed() is model.weight_hh_l0
 
 
-def test_a_state_dict_keeps_what_it_was_taken_for(tmp_path):
-    """It holds tensors over the same memory and is not in the way: its values are the old ones."""
-    model = Mixed()
-    state = model.state_dict()
-    path = saved(randomised(model), tmp_path)
-    assert swap.preflight(model) == []
-    torchlift.load(model, path, mode="swap")
-    assert state["scale"].eq(0.5).all()
-    assert not model.scale.eq(0.5).any()
-    state = model.state_dict()
-    held = Average(state["scale"][:1])
-    (blocker,) = swap.preflight(model)
-    assert blocker.holders == ("a tensor of shape [1]",)
-    assert held.followed.shape == (1,)
-
-
 def test_a_preflight_changes_nothing():
     """Neither values nor gradients nor the number of references."""
     model = Mixed()
@@ -190,23 +159,6 @@ def test_a_preflight_changes_nothing():
         assert len(swap.preflight(model)) == 1
     del held
     assert [tensor._use_count() for tensor in model.parameters()] == uses
-
-
-def test_several_reasons_and_holders_come_together():
-    """One entry per tensor says everything."""
-    model = Two()
-    held = (weakref.ref(model.a), weakref.WeakSet([model.a]), model.a.detach(), model.a.view(-1))
-    (blocker,) = swap.preflight(model)
-    assert blocker.key == "a"
-    assert blocker.reason == (
-        "a weak reference to it exists; a view of it is alive; another tensor shares its memory"
-    )
-    assert set(blocker.holders) == {
-        "a view of shape [6] made by ViewBackward0",
-        "a tensor of shape [2, 3]",
-    }
-    assert blocker.kinds == {Hold.WEAK_REFERENCE, Hold.VIEW, Hold.MEMORY}
-    assert held
 
 
 def test_an_error_lists_what_else_is_held(tmp_path):

@@ -54,15 +54,3 @@ def test_the_report_counts_the_tensors_that_modules_keep_packed(make, memory, tm
         assert str(found).startswith(f"{verb}{len(entries)} tensor")
         assert not {*found.missing_keys, *found.unexpected_keys}
     assert planned.to_dict()["loaded"] == len(entries)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_packed_weights_count_as_something_that_fits(tmp_path) -> None:
-    """Also if the rest of the model is missing."""
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Conv1d(1, 1, 1))
-    model = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
-    given = model.state_dict()
-    del given["1.weight"], given["1.bias"]
-    report = torchlift.load(model, given, strict=False, allow_missing=["1*"])
-    assert len(report.loaded) == 4

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from same_model import all_tensors, scrambled
+from same_model import all_tensors
 from small_models import unchanged
 from torch import nn
-from torch.nn.utils import weight_norm as old_weight_norm
 
 import torchlift
 
@@ -27,9 +26,6 @@ def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
     """A file of ``torch.save``."""
     torch.save(state, folder / name)
     return folder / name
-
-
-# -- extra state ------------------------------------------------------------------------------
 
 
 # -- _load_from_state_dict --------------------------------------------------------------------
@@ -88,21 +84,6 @@ def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(kind, prefix,
         torchlift.load(target(build, live), path)
 
 
-def test_each_of_many_overrides_sees_its_own_names_in_the_order_of_the_file(tmp_path: Path) -> None:
-    """Names that begin alike are another module's."""
-    seen: dict[str, list[str]] = {}
-
-    class Seeing(nn.Linear):
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-            seen[prefix] = list(state_dict)
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    model = nn.ModuleList([Seeing(1, 1) for _ in range(30)])
-    torchlift.load(model, write(model.state_dict(), tmp_path))
-    assert seen["1."] == ["1.weight", "1.bias"]
-    assert seen["29."] == ["29.weight", "29.bias"]
-
-
 def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> None:
     """error_msgs of torch become a MismatchError that names the module."""
 
@@ -144,61 +125,7 @@ def test_an_override_loads_integers_into_a_trained_parameter(tmp_path: Path, sca
     assert torch.equal(skeleton.weight, held)
 
 
-# -- pre-hooks --------------------------------------------------------------------------------
-
-
-def test_hooks_of_both_kinds_get_what_torch_gives_them(tmp_path: Path) -> None:
-    """With the module and without, with the prefix and the lists, and `strict` as torch has it."""
-    seen: list[tuple[Any, ...]] = []
-
-    class Hooked(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2, bias=False)
-            self._register_load_state_dict_pre_hook(self.plain)
-            self._register_load_state_dict_pre_hook(with_module, with_module=True)
-
-        def plain(self, state_dict, prefix, metadata, strict, *lists):
-            seen.append(
-                ("plain", list(state_dict), prefix, metadata["version"], strict, len(lists))
-            )
-
-    def with_module(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
-        seen.append((type(module).__name__, list(state_dict), prefix, rest[1]))
-
-    model = nn.ModuleDict({"a": Hooked(), "b": nn.Linear(1, 1)})
-    model.load_state_dict(model.state_dict(), strict=False)
-    wanted, seen[:] = [*seen], []
-    torchlift.load(model, write(model.state_dict(), tmp_path), strict=False)
-    assert seen == wanted
-    assert len(wanted) == 2
-
-
-# -- post-hooks -------------------------------------------------------------------------------
-
-
-def test_a_post_hook_that_returns_something_is_refused(tmp_path: Path) -> None:
-    """torch asserts that: a value returned would be lost."""
-    model = nn.Linear(2, 2)
-    model.register_load_state_dict_post_hook(lambda module, keys: keys)
-    path = write(nn.Linear(2, 2).state_dict(), tmp_path)
-    with pytest.raises(AssertionError, match="not expected to return new values"):
-        torchlift.load(model, path)
-
-
 # -- modules of torch that load in their own way ----------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@live_or_not
-def test_the_old_weight_norm_computes_its_weight_from_what_was_loaded(live, tmp_path):
-    """The weight that it keeps as a plain attribute follows at the next forward pass."""
-    wanted = scrambled(old_weight_norm(nn.Linear(3, 4)))
-    model = target(lambda: old_weight_norm(nn.Linear(3, 4)), live)
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
-    inputs = torch.randn(2, 3)
-    assert torch.equal(model(inputs), wanted(inputs))
-    model(inputs).sum().backward()
-    assert model.weight_v.grad is not None
 
 
 def lazy() -> nn.Module:
@@ -217,6 +144,3 @@ def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> No
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.device.type == "cpu"
     assert (model[2].bias == 1).all()
-
-
-# -- what plan says ---------------------------------------------------------------------------

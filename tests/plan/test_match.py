@@ -103,14 +103,6 @@ def test_the_root_that_a_hint_names_counts_from_where_root_does(tmp_path, door):
         torchlift.load(model, ckpt, root="module")
 
 
-def test_a_hundred_thousand_names_without_a_common_rule_get_no_suggestion():
-    """Rules are guessed from some of the names, and counted on all of them."""
-    model = [f"layers.{n}.weight" for n in range(100_000)]
-    assert suggest_rename(model, [f"blocks.{n}.inner.weight" for n in range(100_000)]) is None
-    hint = suggest_rename(model, [f"net.{name}" for name in model])
-    assert "rename=remap.strip('net.')" in str(hint)
-
-
 def layers(*pruned: str) -> nn.Sequential:
     """Two layers, of which some tensors are pruned."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))

@@ -100,19 +100,6 @@ def test_what_a_hook_writes_is_gone_after_a_plan_and_after_a_failed_load(tmp_pat
     assert everything(model) == before
 
 
-def test_post_hooks_run_in_the_order_of_torch() -> None:
-    """Children in their order, and each before its parent."""
-    orders = []
-    for load in (torchlift.load, nn.Module.load_state_dict):
-        model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1))
-        seen: list[str] = []
-        for name, module in model.named_modules():
-            module.register_load_state_dict_post_hook(lambda *_, n=name, s=seen: s.append(n))
-        load(model, model.state_dict())
-        orders.append(seen)
-    assert orders[0] == orders[1] == ["0", "1.0", "1", "2", ""]
-
-
 def test_a_plan_runs_the_post_hooks_that_may_excuse_names(tmp_path) -> None:
     """Its verdict is that of the load; it runs each hook once, and the model is as it was."""
     calls: list[int] = []
@@ -188,24 +175,3 @@ def test_extra_state_that_writes_into_another_module_is_refused() -> None:
     model = nn.Sequential(Stated(2, 2), nn.Linear(2, 2))
     with pytest.raises(PlacementError, match=r"'1\.bias': loading code"):
         torchlift.load(model, {**model.state_dict(), "1.weight": torch.zeros(2, 2)})
-
-
-def test_a_graph_from_before_a_failed_load_goes_backward() -> None:
-    """What was written and taken back counts as no write."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].register_load_state_dict_post_hook(bump)
-    loss = model(torch.ones(1, 2)).sum()
-    with pytest.raises(MismatchError):
-        torchlift.load(model, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
-    loss.backward()
-    assert model[1].weight.grad is not None
-
-
-def test_a_module_hears_the_version_of_its_own_also_without_tensors_of_its_own(tmp_path) -> None:
-    """The root, of which every tensor is in a child, has one, too."""
-    seen = []
-    model = nn.Sequential(nn.Linear(1, 1))
-    model._version = 5
-    model.register_load_state_dict_pre_hook(lambda m, s, p, metadata, *_: seen.append(metadata))
-    torchlift.load(model, saved(model.state_dict(), tmp_path))
-    assert [one["version"] for one in seen] == [5]

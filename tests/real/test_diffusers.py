@@ -61,16 +61,6 @@ def test_a_component_loads_from_its_folder(make: Any, pipeline: Path) -> None:
     same(model, other)
 
 
-def test_a_component_in_shards_loads_as_one(tmp_path: Path) -> None:
-    """By the index that save_pretrained writes."""
-    torch.manual_seed(1)
-    unet().save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model = torchlift.skeleton(unet)
-    torchlift.load(model, tmp_path)
-    same(model, UNet2DModel.from_pretrained(tmp_path))
-
-
 def test_a_whole_pipeline_names_its_components(pipeline: Path) -> None:
     """Each is a checkpoint of its own, and loads as one."""
     with pytest.raises(torchlift.FormatError, match=r"found unet, vae"):

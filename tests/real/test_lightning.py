@@ -92,9 +92,3 @@ def test_a_module_and_its_optimizer_go_on_as_lightnings_do(make: Any, path: Path
     assert str(optimizer.state_dict()) == str(reference.state_dict())
     for one, two in zip(trained_on(model, optimizer), trained_on(expected, reference), strict=True):
         assert torch.equal(one, two)
-
-
-def test_a_whole_checkpoint_says_which_container_is_meant(path: Path) -> None:
-    """The names of the module are below state_dict."""
-    with pytest.raises(torchlift.MismatchError, match=r"root='state_dict'"):
-        torchlift.load(Regression(5), path)

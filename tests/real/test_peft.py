@@ -88,15 +88,6 @@ def test_a_base_and_an_adapter_load_in_one_call(make: Any, saved: tuple[Path, Pa
     assert not report.unexpected_keys
 
 
-def test_the_error_for_a_base_names_the_rename_that_loads_it(saved: tuple[Path, Path]) -> None:
-    """One prefix is not enough: PEFT also renames the layers that it adapts."""
-    with pytest.raises(torchlift.MismatchError) as caught:
-        torchlift.load(adapted(), [*saved])
-    assert "rename=torchlift.integrations.peft.peft_names(model)" in str(caught.value.hint)
-    model = adapted()
-    torchlift.load(model, [*saved], rename=torchlift.integrations.peft.peft_names(model))
-
-
 @pytest.mark.parametrize("source", ["adapter", "both", "whole"])
 def test_a_plain_model_is_not_advised_to_leave_the_adapter_out(saved, source, tmp_path):
     """What the hint says, step by step, gives the plain model that computes what PEFT's does."""
@@ -116,16 +107,6 @@ def test_a_plain_model_is_not_advised_to_leave_the_adapter_out(saved, source, tm
     assert type(plain) is LlamaForCausalLM
     with torch.no_grad():
         torch.testing.assert_close(plain.eval()(IDS).logits, expected.eval()(IDS).logits)
-
-
-def test_a_wrapper_without_an_adapter_is_a_prefix(tmp_path: Path) -> None:
-    """Only what would be lost needs more than a rename."""
-    model = nn.Linear(2, 2)
-    torchlift.save(
-        {f"base_model.model.{k}": v for k, v in model.state_dict().items()}, tmp_path / "m.pt"
-    )
-    with pytest.raises(torchlift.MismatchError, match=r"remap\.strip"):
-        torchlift.load(nn.Linear(2, 2), tmp_path / "m.pt")
 
 
 BIASED = LlamaConfig(

@@ -15,8 +15,6 @@ import torchlift
 pytest.importorskip("torchao")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchao.optim import AdamW8bit
-    from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
@@ -137,38 +135,6 @@ def test_a_float_checkpoint_is_quantised_as_it_is_loaded(what: str, tmp_path: Pa
         with torchlift.swap.module_load(Int8Tensor, load_int8):
             torchlift.load(model, path)
         assert torch.equal(model(X), expected(X))
-
-
-def test_low_bit_optimizer_state_loads_from_a_file(tmp_path: Path) -> None:
-    """Out of a checkpoint that was opened with its class."""
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    optimizer, other = (AdamW8bit(model.parameters()) for _ in range(2))
-    with torch.compiler.set_stance("force_eager"):  # its step is compiled, for half a minute
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-        with torchlift.open(tmp_path / "x.pt", allow_classes=[OptimState8bit]) as ckpt:
-            torchlift.load_optimizer(model, other, ckpt, root="optimizer")
-    one, two = (item.state[model.weight]["exp_avg"] for item in (optimizer, other))
-    assert type(two) is OptimState8bit
-    assert torch.equal(one.codes, two.codes)
-    assert torch.equal(one.scale, two.scale)
-
-
-def test_a_class_that_says_where_its_values_seemed_to_be_is_on_meta_with_them() -> None:
-    """NF4Tensor takes the device from the weight that it is made of, not from its own tensors."""
-    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, to_nf4
-
-    def make() -> nn.Linear:
-        layer = nn.Linear(128, 128, bias=False)
-        layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 1), requires_grad=False)
-        return layer
-
-    weight = torchlift.skeleton(make).weight
-    assert isinstance(weight, NF4Tensor)
-    assert weight.is_meta
 
 
 @configs

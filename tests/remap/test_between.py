@@ -88,26 +88,6 @@ def test_the_model_computes_what_it_was_saved_from(tmp_path, name):
             assert torch.allclose(made(**inputs(model)).logits, expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["MambaForCausalLM", "Qwen2MoeForCausalLM", "Phi3ForCausalLM"])
-def test_a_model_without_a_head_takes_its_part_of_the_file(tmp_path, name):
-    """transformers' map alone gives the last norm's key to the first layer's norm in MambaModel."""
-    model = small_model(name)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    base = torchlift.skeleton(type(model.base_model), model.config)
-    rule = remap.from_to("gguf->transformers", base)
-    torchlift.load(base, path, rename=rule, allow_unexpected=["output.weight"])
-    assert same(base, loaded(model, path).base_model)
-
-
-def test_a_decoder_may_have_more_layers_than_its_encoder():
-    """Each of them has its keys."""
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    config = hf.T5Config(**sizes, num_decoder_layers=3, vocab_size=24)
-    rule = remap.from_to("gguf->transformers", hf.T5ForConditionalGeneration(config))
-    name = "decoder.block.2.layer.0.SelfAttention.q.weight"
-    assert rule("dec.blk.2.attn_q.weight") == name
-
-
 def test_the_error_for_a_gguf_file_names_the_rename_that_loads_it(tmp_path):
     """The rename of transformers' own files would end in the same error."""
     model = small_model("LlamaForCausalLM")
@@ -165,52 +145,6 @@ def test_a_head_is_not_tied_to_embeddings_that_differ(tmp_path):
         loaded(model, path)
 
 
-def test_experts_may_be_fused_in_the_file(tmp_path):
-    """As llama.cpp's converter writes them on request."""
-    model = small_model("Qwen3MoeForCausalLM")
-    path = write_gguf(model, tmp_path / "m.gguf")
-    fuse = remap.merge(["*_gate_exps.*", "*_up_exps.*"], "*_gate_up_exps.*", cat=1)
-    torchlift.convert(path, tmp_path / "f.safetensors", rename=fuse)
-    rule = remap.from_to("gguf->transformers", model)
-    made = torchlift.skeleton(type(model), model.config)
-    torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
-    assert same(made, model)
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM"])
-def test_every_door_gives_the_same_values(tmp_path, name):
-    """Mapped and read, from a file and from memory, live and on meta, cast and not."""
-    model = small_model(name)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    rule = remap.from_to("gguf->transformers", model)
-    expected = loaded(model, path).state_dict()
-    with torchlift.open(path) as ckpt:
-        state = {key: tensor.clone() for key, tensor in ckpt.items()}
-    for source in (path, state):
-        for way in ("mmap", "read"):
-            live = small_model(name)
-            nn.init.zeros_(live.get_input_embeddings().weight)
-            planned = torchlift.plan(live, source, rename=rule, source=way)
-            report = torchlift.load(live, source, rename=rule, source=way)
-            assert report.bytes_read == planned.bytes_to_read
-            assert same(live.state_dict(), expected)
-    half = loaded(model, path, dtype="bfloat16").state_dict()
-    for key, tensor in half.items():
-        assert same(tensor, expected[key].to(tensor.dtype)), key
-
-
-def test_halves_in_norms_lose_nothing(tmp_path):
-    """One is taken from a number as it is, and what is left is float32."""
-    model = small_model("Gemma2ForCausalLM")
-    path = write_gguf(model, tmp_path / "m.gguf")
-    torchlift.convert(path, tmp_path / "half.safetensors", dtype="float16")
-    made = torchlift.skeleton(type(model), model.config)
-    rule = remap.from_to("gguf->transformers", model)
-    torchlift.load(made, tmp_path / "half.safetensors", rename=rule)
-    with torchlift.open(tmp_path / "half.safetensors") as ckpt:
-        assert same(made.model.norm.weight, ckpt["output_norm.weight"].float() - 1)
-
-
 # ---- blocks
 
 
@@ -240,30 +174,6 @@ def test_blocks_stay_blocks_where_a_module_holds_them(tmp_path, kind):
             values = quants.dequantize(module.weight.numpy(), Kind[kind])
             assert same(torch.from_numpy(values), plain[f"{name}.weight"]), name
     assert report.loaded["model.layers.0.mlp.up_proj.weight"].route == "view"
-
-
-def test_a_parameter_of_diffusers_takes_the_blocks(tmp_path):
-    """Its class and its type of blocks stay, live and of a skeleton, in every mode."""
-    kinds = pytest.importorskip("diffusers.quantizers.gguf.utils")
-    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
-    blocks = quants.quantize(values, Kind.Q8_0)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "flux")
-    writer.add_tensor("proj.weight", blocks, raw_dtype=Kind.Q8_0)
-    finish(writer)
-
-    def made() -> Any:
-        linear = kinds.GGUFLinear(64, 8, compute_dtype=torch.float32)
-        empty = torch.zeros(blocks.shape, dtype=torch.uint8)
-        linear.weight = kinds.GGUFParameter(empty, quant_type=Kind.Q8_0)
-        return nn.ModuleDict({"proj": linear})
-
-    for start in (made, lambda: torchlift.skeleton(made)):
-        for mode in ("auto", "assign", "swap"):
-            model = start()
-            torchlift.load(model, tmp_path / "m.gguf", mode=mode)
-            weight = model["proj"].weight
-            assert (type(weight), weight.quant_type) == (kinds.GGUFParameter, Kind.Q8_0)
-            assert same(weight.as_tensor(), torch.from_numpy(blocks))
 
 
 def _heavy(folder: Path) -> Path:
@@ -384,29 +294,6 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     assert not (tmp_path / "n.safetensors").exists()
 
 
-def test_a_missing_layer_is_missing(tmp_path):
-    """And one that the model lacks is unexpected."""
-    model = small_model("LlamaForCausalLM")
-    more = small_model("LlamaForCausalLM", num_hidden_layers=3)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    with pytest.raises(
-        MismatchError, match=r"missing \(9\): model.layers.2.self_attn.q_proj.weight"
-    ):
-        torchlift.load(more, path, rename=remap.from_to("gguf->transformers", more))
-    path = write_gguf(more, tmp_path / "more.gguf")
-    with pytest.raises(MismatchError, match=r"unexpected \(9\): blk.2."):
-        torchlift.load(model, path, rename=remap.from_to("gguf->transformers", model))
-
-
-def test_half_of_the_experts_are_not_all(tmp_path):
-    """Gate and up projection make one tensor, or none."""
-    model = small_model("Qwen3MoeForCausalLM")
-    path = write_gguf(model, tmp_path / "m.gguf")
-    rule = remap.from_to("gguf->transformers", model)
-    with pytest.raises(MismatchError, match=r"Missing: blk.1.ffn_up_exps.weight"):
-        torchlift.load(model, path, rename=rule, exclude=["blk.1.ffn_up_exps*"], strict=False)
-
-
 def test_rows_that_do_not_divide_into_heads_are_refused():
     """The configuration is not that of the tensors."""
     model = small_model("LlamaForCausalLM")
@@ -443,17 +330,6 @@ def test_what_there_is_no_rule_for_is_said(kind, config, message):
     """With what there is."""
     with pytest.raises(ValueError, match=message):
         remap.from_to(kind, config)
-
-
-def test_a_configuration_without_heads_is_refused():
-    """A number that the rows depend on is not guessed."""
-    model = small_model("LlamaForCausalLM")
-    model.config.num_key_value_heads = None
-    rule = remap.from_to("gguf->transformers", model)
-    with pytest.raises(ValueError, match="num_key_value_heads is missing"):
-        torchlift.plan(model, {"blk.0.attn_k.weight": torch.ones(32, 64)}, rename=rule)
-    with pytest.raises(TypeError, match="expected a model of transformers"):
-        remap.from_to("gguf->transformers", nn.Linear(1, 1))
 
 
 def test_without_the_package_there_are_no_names(monkeypatch):

@@ -70,13 +70,6 @@ def test_the_most_specific_tag_wins(everywhere) -> None:
     )
 
 
-def test_a_live_tensor_without_an_entry_stays(everywhere) -> None:
-    """Where it is saved says nothing about where it belongs."""
-    model = Holder({f"w{i}": torch.zeros(4, dtype=torch.float64) for i in range(len(TAGS))})
-    torchlift.load(model, everywhere, device=remap.by_location({"npu": "cpu"}))
-    assert {tensor.dtype for tensor in tensors_of(model).values()} == {torch.float64}
-
-
 def test_a_tag_that_the_file_lacks_is_no_mistake(tmp_path) -> None:
     """One map serves the files of many machines."""
     path = write_tagged(tmp_path / "one.pt", "cuda:0")

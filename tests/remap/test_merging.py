@@ -23,8 +23,7 @@ from zoo import Bag, Holder, same
 
 import torchlift
 from torchlift import remap
-from torchlift.errors import CheckpointError, MismatchError, PlacementError, UnsafeError
-from torchlift.remap import Renaming
+from torchlift.errors import CheckpointError, MismatchError
 
 State = dict[str, torch.Tensor]
 
@@ -322,15 +321,6 @@ def test_ties_dropped_keys_and_names_that_fit_no_rule(tmp_path) -> None:
         torchlift.load(model, tmp_path / "model.pt", rename=rename)
 
 
-def test_fit_and_plan_count_what_the_rules_make(path) -> None:
-    """A map for devices has the model's names, whatever the file has."""
-    placement = remap.fit(path, {"cpu": None}, rename=FUSE)
-    assert placement.nbytes == sum(tensor.nbytes for tensor in experts().values())
-    assert placement == {"": "cpu"}
-    planned = torchlift.plan(torchlift.skeleton(Bag, fused(experts())), path, rename=FUSE)
-    assert planned.bytes_to_read == planned.peak_bytes == 2 * 4 * 3 * 64 * 96 * 4
-
-
 SETUP = """
 import torch, torchlift
 from torch import nn
@@ -365,24 +355,6 @@ result = planned
         added = child.memory.added_anonymous
         assert 0.9 * size * mib <= added <= (size + 64) * mib
         assert size * mib <= child.value <= (size + 64) * mib
-
-
-@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn_x2", "uint16"])
-def test_every_dtype_is_rearranged(tmp_path, dtype) -> None:
-    """torch cannot concatenate all of them on meta."""
-    kind = getattr(torch, dtype)
-    state = {name: torch.arange(n, n + 16, dtype=torch.uint8).view(4, 4)
-             for n, name in enumerate("ab")}  # fmt: skip
-    expected = torch.stack([value.view(4, -1, kind.itemsize) for value in state.values()], 1)
-    torch.save({name: value.view(kind) for name, value in state.items()}, tmp_path / "model.pt")
-    rule = remap.merge(["a", "b"], "w", stack=0, transpose=(0, 1)) | remap.split(
-        "w", "w{n}", unstack=2
-    )
-    torchlift.convert(tmp_path / "model.pt", tmp_path / "made.pt", rename=rule)
-    with torchlift.open(tmp_path / "made.pt") as ckpt:
-        for n in range(4):
-            found = ckpt[f"w{n}"].contiguous().view(torch.uint8)
-            assert torch.equal(found.view(2, -1, kind.itemsize), expected[n])
 
 
 # ---- what does not fit
@@ -448,24 +420,6 @@ def test_what_does_not_fit_together_is_told_by_name(rule, state, message, tmp_pa
         assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("mode", ["assign", "copy"])
-def test_slices_of_deflated_records_need_one_record_at_a_time(tmp_path, mode) -> None:
-    """So it is with those of which a tensor is merged."""
-    state = {"w": torch.randn(64, 50), "v": torch.randn(64, 50)}
-    path = tmp_path / "model.npz"
-    np.savez_compressed(path, **{key: value.numpy() for key, value in state.items()})
-    rows = {f"{key}.{n}": row[None] for key in state for n, row in enumerate(state[key])}
-    for rule, expected in (
-        (remap.split("*", "*.{i}", chunk=0, sizes=[1] * 64), rows),
-        (remap.merge(["v", "w"], "x", cat=0), {"x": torch.cat([state["v"], state["w"]])}),
-    ):
-        model = model_of(expected)
-        planned = torchlift.plan(model, path, rename=rule, mode=mode)
-        torchlift.load(model, path, rename=rule, mode=mode)
-        assert planned.peak_bytes <= (2 + 1) * 64 * 50 * 4 + 128  # the header of an array
-        assert same(dict(model.state_dict()), expected)
-
-
 def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
     """And empty: what is stored in another way than that is told by what differs."""
     state = {"a": torch.ones(2, 3), "b": torch.zeros(0, 3), "c": torch.full((2, 3), 2.0)}
@@ -488,67 +442,6 @@ def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
     torch.save({"a": odd, "c": odd.conj()}, path)
     with pytest.raises(MismatchError, match=r"'a' \(plain\), 'c' \(conjugate\) are stored diff"):
         torchlift.plan(model_of({"w": odd}), path, rename=remap.merge(["a", "c"], "w", cat=0))
-
-
-def test_what_is_in_several_places_cannot_stay_on_disk(path) -> None:
-    """It would take memory, which is what the caller did not ask for."""
-    model = torchlift.skeleton(Bag, fused(experts()))
-    with pytest.raises(PlacementError, match="cannot stay on disk, where it is in several places"):
-        torchlift.load(model, path, rename=FUSE, device="disk")
-    some = remap.by_pattern({r"q\.weight$": "disk", "": "cpu"})
-    report = torchlift.load(model, path, rename=FUSE, device=some)
-    assert report.loaded["layers.0.q.weight"].route == "view"
-
-
-class Opaque:
-    """What only unpickling could rebuild."""
-
-
-def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_one(tmp_path) -> None:
-    """They are not in the way of a load or a conversion."""
-    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
-    state = {"l": {str(n): {"w": torch.full((2,), float(n)), "lr": n / 10} for n in range(2)}}
-    torch.save(state, path)
-    expected = {"w": torch.stack([torch.zeros(2), torch.ones(2)])}
-    assert_loads(path, rule, expected, strict=False)
-    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
-    with torchlift.open(tmp_path / "made.pt") as ckpt:
-        assert same(ckpt["w"], expected["w"])
-        assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}
-
-
-def test_members_that_only_unpickling_could_rebuild_are_refused(tmp_path) -> None:
-    """As one is that is not merged, with or without others that could be had."""
-    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
-    for blocked in ((0, 1), (1,)):
-        state = {"w": torch.ones(1)} | {f"l.{n}.m": torch.ones(2) for n in range(2)}
-        torch.save(state | {f"l.{n}.m": Opaque() for n in blocked}, path)
-        for strict in (True, False):
-            model = model_of({"w": torch.ones(1), "m": torch.ones(2, 2)})
-            with pytest.raises(UnsafeError, match=f"'l.{blocked[0]}.m': only unpickling could"):
-                torchlift.load(model, path, rename=rule, strict=strict)
-    torch.save(state | {f"l.{n}.o": Opaque() for n in range(2)} | {"l.1.m": torch.ones(2)}, path)
-    expected = {"w": torch.ones(1), "m": torch.ones(2, 2)}
-    assert_loads(path, rule, expected, strict=False)
-
-
-def test_a_rule_after_a_split_sees_all_its_names() -> None:
-    """The second member of a split is one of the names that the next rule may match."""
-    rename = remap.split("qkv", ["q", "k"], chunk=0) | remap.rules([("^k$", "key")])
-    model = model_of({"q": torch.ones(2), "key": torch.zeros(2)})
-    torchlift.load(model, {"qkv": torch.arange(4.0)}, rename=rename)
-    assert model.key.tolist() == [2, 3]
-
-
-def test_a_tensor_that_cannot_be_merged_passes_a_rule_by(tmp_path) -> None:
-    """A sparse tensor has no rows that could be taken; others are beside it."""
-    state = {"a": torch.eye(3).to_sparse(), "b": torch.eye(3), "c": torch.eye(3)}
-    torch.save(state, tmp_path / "model.pt")
-    for ckpt in (state, tmp_path / "model.pt"):
-        model = Bag({"w": torch.zeros(6, 3)})
-        rename = remap.merge(["b", "c"], "w", cat=0)
-        torchlift.load(model, ckpt, rename=rename, allow_unexpected=["a"])
-        assert same(model.w, torch.cat([torch.eye(3)] * 2))
 
 
 @pytest.mark.parametrize(
@@ -577,42 +470,3 @@ def test_a_rule_that_says_nothing_definite_is_refused(call, message) -> None:
     """When it is made, with the call that made it."""
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
-
-
-def test_single_names_are_renamed_too() -> None:
-    """A rule is a callable as other renames are; leaves that are no tensors go that way."""
-    rule: Renaming = remap.merge("*.{e}.w", "*.w", stack=0) | remap.split(
-        "*.w", ["*.a", "*.b"], chunk=1
-    )
-    assert (rule("x.7.w"), rule("x.w"), rule("other")) == ("x.a", "x.a", "other")
-    back = rule.reversed()
-    assert (back("x.b"), back("x.w")) == ("x.0.w", "x.0.w")
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 1), (3, 3), (8, 4)])
-def test_megatrons_fused_queries_keys_and_values_are_separated(tmp_path, heads, groups):
-    """By its definition: (groups, queries of the group + key + value, channels), for a bias too.
-
-    The rule is that of the guide, page "Inside your framework".
-    """
-    channels, shared, numbers = 3, heads // groups, range(groups)
-    rule = remap.split("*.linear_qkv.*", [f"*.linear_qkv.{g}.*" for g in numbers], chunk=0)
-    each = ["*.q.*.*", "*.k.*.*", "*.v.*.*"]
-    rule |= remap.split("*.linear_qkv.*.*", each, chunk=0, sizes=(shared, 1, 1))
-    for name in "qkv":
-        rule |= remap.merge([f"*.{name}.{g}.*" for g in numbers], f"*.{name}_proj.*", cat=0)
-    state, expected = {"a.norm.weight": torch.ones(2)}, {"a.norm.weight": torch.ones(2)}
-    for tensor, shape in ("weight", (5,)), ("bias", ()):
-        fused = torch.randn((shared + 2) * groups * channels, *shape)
-        state[f"a.linear_qkv.{tensor}"] = fused
-        parts = fused.view(groups, shared + 2, channels, *shape).split([shared, 1, 1], dim=1)
-        for name, part in zip("qkv", parts, strict=True):
-            expected[f"a.{name}_proj.{tensor}"] = part.flatten(0, 2)
-    path = tmp_path / "megatron.pt"
-    torchlift.save(state, path)
-    torchlift.convert(path, tmp_path / "m.safetensors", rename=rule)
-    found = dict(torchlift.open(tmp_path / "m.safetensors").state_dict())
-    for source in path, state:
-        torchlift.load(model := Bag(expected), source, rename=rule)
-        assert same(dict(model.state_dict()), expected)
-    assert same(found, expected)

@@ -80,18 +80,6 @@ def test_a_skeleton_leaves_the_random_state_alone(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_same_seed_gives_the_same_parts() -> None:
-    """A partial replay is reproducible, though it draws fewer numbers than the constructor."""
-    made = []
-    for _ in range(2):
-        model = torchlift.skeleton(FACTORIES["Transformer"])
-        torch.manual_seed(4)
-        names = torchlift.materialize(model, names=["decoder"])
-        made.append([all_tensors(model)[name] for name in names])
-    assert len(made[0]) > 10
-    assert all(same(one, two) for one, two in zip(*made, strict=True))
-
-
 def test_tensors_in_attributes_lists_and_dicts_are_made_too() -> None:
     """Nothing that a module holds stays on meta, and an alias of a parameter stays one."""
     factory = FACTORIES["plain_attributes"]
@@ -150,19 +138,6 @@ def test_tensors_of_the_caller_stay_as_they_are(way: str) -> None:
     assert torch.equal(base.weight, before)
     assert torchlift.materialize(model) == []
     assert not model.new.weight.is_meta
-
-
-def test_containers_of_arguments_are_taken_as_they_are_at_that_moment() -> None:
-    """A constructor that takes options out of a dict finds them again, and so does the caller."""
-
-    def build(options: dict[str, Any]) -> nn.Module:
-        return nn.Linear(2, options.pop("width"))
-
-    given = {"width": 3}
-    model = torchlift.skeleton(build, given)
-    assert given == {}  # as construction does
-    torchlift.materialize(model)
-    assert model.weight.shape == (3, 2)
 
 
 def test_an_error_in_the_constructor_arrives_unchanged_and_leaves_torch_clean() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import pickle
-import weakref
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -56,22 +53,6 @@ def saved(model: nn.Module, folder: Path, without: tuple[str, ...] = ()) -> Path
 # -- what can be built ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("factory", "args", "kwargs"),
-    [
-        (nn.Linear, (2, 3), {"bias": False}),
-        (functools.partial(nn.Linear, 2, bias=False), (3,), {}),
-        (lambda width: nn.Linear(2, width, bias=False), (3,), {}),
-    ],
-    ids=["class", "partial", "function"],
-)
-def test_anything_that_returns_a_module_is_a_factory(factory, args, kwargs):
-    """Arguments are passed on as they are."""
-    model = torchlift.skeleton(factory, *args, **kwargs)
-    assert model.weight.is_meta
-    assert torchlift.materialize(model) == ["weight"]
-
-
 def test_what_is_no_factory_is_refused_with_the_way_to_write_it() -> None:
     """A module that exists has been built already. The error says what a function returned."""
     for given, message in (
@@ -98,16 +79,6 @@ def test_a_skeleton_in_a_constructor_is_part_of_the_outer_one() -> None:
     torchlift.materialize(model)
     assert ModuleTree(model).on_meta == []
     assert model.done.weight.abs().max() < 1
-
-
-def test_modules_from_several_skeletons_are_made_in_one_go() -> None:
-    """Each tensor is made by the skeleton that recorded it; live ones are left alone."""
-    live = nn.Linear(2, 2)
-    model = nn.Sequential(torchlift.skeleton(nn.Linear, 2, 3), pair(), live)
-    model[1] = torchlift.skeleton(pair)
-    assert "0.weight" in torchlift.materialize(model)
-    assert ModuleTree(model).on_meta == []
-    assert model[2] is live
 
 
 def by_hand(empty: bool) -> nn.Module:
@@ -165,14 +136,6 @@ def test_a_deep_copy_is_made_like_the_original_and_shares_nothing_with_it() -> N
     assert both["teacher"].body.weight.abs().max() > 0
 
 
-def test_another_parameter_put_into_a_copy_is_not_taken_for_the_recorded_one() -> None:
-    """A slot whose parameter the user replaced by one on meta was not constructed."""
-    model = copy.deepcopy(torchlift.skeleton(nn.Linear, 2, 3))
-    model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
-    with pytest.raises(torchlift.PlacementError, match=r"1 tensor is on meta.*: weight"):
-        torchlift.materialize(model)
-
-
 def test_a_pickled_skeleton_is_a_plain_module_on_meta(tmp_path: Path) -> None:
     """The calls of a constructor are not written to files; a checkpoint fills the module."""
     wanted = scrambled(pair())
@@ -220,16 +183,6 @@ def test_an_unknown_name_is_an_error_that_offers_near_ones(wrong: str, near: str
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_a_tied_tensor_is_made_once_under_all_its_names() -> None:
-    """Naming either of the names makes the one tensor, and both are listed."""
-    model: Any = torchlift.skeleton(FACTORIES["ties"])
-    assert torchlift.materialize(model, names=["head.weight"]) == [
-        "embedding.weight",
-        "head.weight",
-    ]
-    assert model.head.weight is model.embedding.weight
-
-
 def test_a_plain_meta_model_cannot_be_made_and_the_error_lists_its_tensors() -> None:
     """Without a skeleton there is no constructor to run."""
     with torch.device("meta"):
@@ -262,18 +215,6 @@ def test_parameters_keep_their_identity_and_an_optimizer_keeps_its_hold() -> Non
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert not torch.equal(model[1].weight, weight)
-
-
-def test_the_constructor_is_let_go_once_everything_is_made(tmp_path: Path) -> None:
-    """A made or loaded model holds nothing of the skeleton that it was."""
-    path = saved(pair(), tmp_path)
-    for make in torchlift.materialize, lambda model: torchlift.load(model, path):
-        held = functools.partial(pair)  # what only the constructor needs
-        seen, model = weakref.ref(held), torchlift.skeleton(lambda held=held: held())
-        del held
-        make(model)
-        gc.collect()
-        assert seen() is None
 
 
 # -- load -------------------------------------------------------------------------------------
@@ -329,32 +270,7 @@ def test_one_submodule_of_a_skeleton_can_be_loaded_alone(tmp_path: Path) -> None
     assert torchlift.materialize(model) == ["0.weight", "0.bias"]
 
 
-@pytest.mark.parametrize("mode", ["auto", "swap", "copy"])
-def test_references_taken_before_the_load_see_the_loaded_values(mode: Any, tmp_path: Path) -> None:
-    """Parameters and buffers stay the same objects, so an optimizer goes on with them."""
-    wanted = scrambled(Rotary())
-    model = torchlift.skeleton(Rotary)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    held = all_tensors(model)
-    torchlift.load(model, saved(wanted, tmp_path), mode=mode)
-    assert all(all_tensors(model)[name] is tensor for name, tensor in held.items())
-    model.head(model.body(torch.ones(1, 4))).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.head.bias, wanted.head.bias)
-
-
 # -- what constructors and callers do -----------------------------------------------------------
-
-
-def test_values_that_torch_has_loaded_stay() -> None:
-    """``assign=True`` puts tensors into a skeleton, and so may anybody."""
-    trained = nn.BatchNorm1d(3)
-    trained.running_mean.fill_(5)
-    for way in torchlift.materialize, lambda m: torchlift.load(m, trained.state_dict()):
-        model = torchlift.skeleton(nn.BatchNorm1d, 3)
-        model.load_state_dict(trained.state_dict(), assign=True)
-        way(model)
-        assert model.running_mean.eq(5).all()
 
 
 class Tuned(nn.Module):
@@ -415,56 +331,6 @@ def test_a_buffer_that_belongs_to_a_parameter_is_of_the_same_run() -> None:
         else:
             torchlift.materialize(model)
         assert torch.equal(model.twice, 2 * model.weight.detach())
-
-
-def test_a_constructor_sees_the_device_of_the_built_model() -> None:
-    """It keeps the device, makes buffers there, and a dictionary of options has it."""
-
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            device = self.layer.weight.device
-            self.options, self.text = {"device": device}, str(device)
-            self.register_buffer("table", torch.ones(2, device=device), persistent=False)
-
-    model = torchlift.skeleton(Keeps)
-    assert (model.options, model.text) == ({"device": torch.device("cpu")}, "cpu")
-    assert not model.table.is_meta
-    assert model.layer.weight.is_meta
-    assert model.layer.weight.device == torch.device("meta")
-
-
-class Options(dict):  # type: ignore[type-arg]
-    """Options by attribute, as EasyDict has them."""
-
-    __getattr__ = dict.__getitem__
-
-
-def test_arguments_keep_their_classes_and_an_iterator_is_refused() -> None:
-    """The constructor runs again with them. An iterator would be empty then."""
-    model = torchlift.skeleton(lambda options: nn.Linear(options.width, 2), Options(width=3))
-    torchlift.materialize(model)
-    assert model.weight.shape == (2, 3)
-    with pytest.raises(TypeError, match="pass a list"):
-        torchlift.skeleton(lambda sizes: nn.Linear(*sizes), iter([2, 3]))
-
-
-def test_a_constructor_that_may_run_once_says_why_it_ran_again() -> None:
-    """It needs a value of a parameter, so that it has to run for real."""
-    runs: list[int] = []
-
-    def build() -> nn.Module:
-        runs.append(1)
-        if len(runs) > 1:
-            raise ValueError("a layer of this name exists")
-        model = nn.Linear(2, 2)
-        float(model.weight.detach().sum())
-        return model
-
-    with pytest.raises(ValueError, match="a layer of this name exists") as caught:
-        torchlift.skeleton(build)
-    assert any("a second time" in text for text in caught.value.__notes__)
 
 
 # -- what it costs ----------------------------------------------------------------------------
@@ -538,71 +404,11 @@ def test_buffers_that_to_empty_has_emptied_get_their_values(way: str, half: bool
     assert torch.equal(model.table, Rotary().table.to(model.table.dtype))
 
 
-def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
-    """Other tables are put into a skeleton on purpose."""
-    for way in "cast", "load":
-        model: Any = torchlift.skeleton(Rotary)
-        model.table = torch.full_like(model.table, 7)
-        if way == "cast":
-            model.half()
-        torchlift.load(model, Rotary().state_dict())
-        assert model.table.eq(7).all()
-
-
-def test_parameters_that_share_memory_share_it_when_they_are_made() -> None:
-    """Two parameters over one memory are two objects, as heads of old models are."""
-
-    def old_head() -> nn.Module:
-        model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
-        model["two"].weight.data = model["one"].weight.data
-        return model
-
-    model: Any = torchlift.skeleton(old_head)
-    assert torchlift.materialize(model, names="two.weight") == ["two.weight"]
-    model = torchlift.skeleton(old_head)
-    torchlift.materialize(model)
-    assert model["one"].weight is not model["two"].weight
-    assert model["one"].weight.data_ptr() == model["two"].weight.data_ptr()
-
-
-def test_addresses_can_be_asked_for_after_construction() -> None:
-    """Only the constructor must not see the address of a parameter that has no memory."""
-    model = torchlift.skeleton(pair)
-    assert {parameter.data_ptr() for parameter in model.parameters()} == {0}
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-
-
 def test_materialize_takes_a_module() -> None:
     """What is passed instead is named: the state dict, or the class."""
     for other, name in (({"weight": torch.ones(2)}, "dict"), (nn.Linear, "type"), (None, "None")):
         with pytest.raises(TypeError, match=f"takes a module .* not {name}"):
             torchlift.materialize(other)
-
-
-@pytest.mark.parametrize("door", ["materialize", "load"])
-def test_a_graph_over_meta_does_not_cost_a_constructed_parameter_its_object(door: str) -> None:
-    """An optimizer may have it. A view does cost it, because torch refuses to exchange that."""
-    model = torchlift.skeleton(nn.Linear, 3, 2)
-    weight, bias = model.weight, model.bias
-    loss, view = (weight * 2).sum(), bias.view(1, 2)
-    if door == "load":
-        model.register_buffer("other", torch.zeros(1))
-        torchlift.load(model, {"other": torch.ones(1)}, allow_missing=["weight", "bias"])
-    else:
-        torchlift.materialize(model)
-    assert loss.is_meta
-    assert view.is_meta
-    assert model.weight is weight
-    assert model.bias is not bias
-    assert not model.weight.is_meta
-    assert not model.bias.is_meta
-
-
-def test_tensors_on_meta_share_memory_only_if_those_of_the_model_do() -> None:
-    """Other libraries find ties by the storage."""
-    model = torchlift.skeleton(nn.BatchNorm1d, 3)
-    storages = {tensor.untyped_storage()._cdata for tensor in model.state_dict().values()}
-    assert len(storages) == 5
 
 
 def test_what_is_made_already_is_left_alone() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -55,10 +54,8 @@ def saved() -> dict[str, torch.Tensor]:
     return state
 
 
-def distribute(
-    model: Any, mesh: DeviceMesh, shard: dict[str, int] | None = None, ignored: Iterable[str] = ()
-) -> nn.Module:
-    """Put an `Odd` on a mesh, with what FSDP shards along another dimension or leaves alone."""
+def distribute(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Put an `Odd` on a mesh."""
     dims = mesh.mesh_dim_names or ()
     if "tp" in dims:
         parallelize_module(model, mesh["tp"], PLAN)
@@ -72,38 +69,5 @@ def distribute(
     over: DeviceMesh = mesh[(*copies, *shards)] if copies else mesh[shards]
     if len(shards) > 1:
         over = over._flatten("flat")
-    named = dict(model.named_parameters())
-    alone = {named[name] for name in ignored}
-    elsewhere = {id(named[name]): Shard(dim) for name, dim in (shard or {}).items()}
-    rule = (lambda parameter: elsewhere.get(id(parameter))) if shard else None
-    fully_shard(model.down, mesh=over, shard_placement_fn=rule, ignored_params=alone)
-    return fully_shard(model, mesh=over, shard_placement_fn=rule, ignored_params=alone)
-
-
-class Staged(nn.Module):
-    """Five layers between tied ends, and a table that no file has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleDict({str(n): nn.Linear(6, 7 + n) for n in range(5)})
-        for layer in self.layers.values():
-            layer.register_buffer("scale", torch.randn(3))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("rotary", torch.arange(5.0), persistent=False)
-
-
-def keep_stage(model: Any, mesh: DeviceMesh) -> None:
-    """Leave of a `Staged` what one stage of a pipeline has, and let FSDP shard that."""
-    stage, depth = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    for n in range(5):
-        if n * depth // 5 != stage:
-            del model.layers[str(n)]
-    if stage > 0:
-        del model.embed
-    if stage < depth - 1:
-        del model.norm, model.head
-    if "fsdp" in (mesh.mesh_dim_names or ()):
-        fully_shard(model, mesh=mesh["fsdp"])
+    fully_shard(model.down, mesh=over)
+    return fully_shard(model, mesh=over)

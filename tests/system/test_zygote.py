@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import errno
 import mmap
 import os
 import random
@@ -68,26 +66,6 @@ def test_a_child_has_as_many_threads_as_the_variable_says(fork: bool) -> None:
         assert child.value == min(count, len(os.sched_getaffinity(0)))
 
 
-def test_a_variable_of_the_call_starts_a_new_interpreter() -> None:
-    """A forked process would ignore some of them without a word."""
-    child = in_child(lambda: sys.flags.dev_mode, env={"PYTHONDEVMODE": "1"})
-    assert child.value is True
-
-
-def test_a_child_has_no_descriptor_but_the_three_that_it_was_given(tmp_path: Path) -> None:
-    """Nothing of the zygote's, nor the file that its request lay in."""
-    out = tmp_path / "out"
-    with open(out, "wb") as file:
-        code = "import os; print(sorted(os.listdir('/proc/self/fd')))"
-        with zygote.start(
-            "builtins:exec", code, stdout=file.fileno(), stderr=file.fileno()
-        ) as child:
-            assert child.wait() == 0
-    names = ast.literal_eval(out.read_text(encoding="utf-8"))
-    assert names[:3] == ["0", "1", "2"]
-    assert len(names) == 4, "and that of the listing"
-
-
 def test_a_child_has_the_limits_and_the_cores_of_the_caller() -> None:
     """As they are now: a measurement may be of one core."""
     cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -127,13 +105,6 @@ def test_a_child_has_the_masks_of_the_caller() -> None:
         signal.signal(signal.SIGUSR2, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     assert in_child(look).value == before
-
-
-def test_a_child_has_the_time_zone_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C library reads the variable once."""
-    in_child(time.localtime)
-    monkeypatch.setenv("TZ", "XYZ-9")
-    assert in_child(lambda: time.localtime(0).tm_hour).value == 9
 
 
 def give_up_privileges() -> None:
@@ -223,13 +194,6 @@ def test_a_caller_that_ignores_the_end_of_children_gets_their_results(fork: bool
     assert in_child(inside).value == [1, 2, 1]
 
 
-def test_a_path_among_the_folders_of_modules_does_no_harm(tmp_path, monkeypatch):
-    """Notebooks put one there, and Python passes it over."""
-    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
-    for fork in True, False:
-        assert in_child(abs, -1, fork=fork).value == 1
-
-
 def test_children_draw_different_random_numbers() -> None:
     """As new processes do."""
 
@@ -238,12 +202,6 @@ def test_children_draw_different_random_numbers() -> None:
 
     pairs = zip(in_child(draw).value, in_child(draw).value, strict=True)
     assert all(one != other for one, other in pairs)
-
-
-def test_a_request_may_be_large() -> None:
-    """It lies in a file: a message of a socket has a limit."""
-    sent = numpy.arange(4 << 20)
-    assert in_child(numpy.sum, sent).value == sent.sum()
 
 
 def test_what_a_child_prints_comes_in_order_with_what_its_own_children_print() -> None:
@@ -334,19 +292,6 @@ def test_a_child_that_is_over_ran_its_exit_functions_and_its_threads_to_the_end(
 
     in_child(work)
     assert {path.name for path in tmp_path.iterdir()} == {"at exit", "in a thread"}
-
-
-@pytest.mark.parametrize("fork", [True, False])
-def test_a_child_that_ends_early_left_no_result(fork: bool) -> None:
-    """An exit that looks like success is none, and what was printed is told."""
-    with pytest.raises(ChildError, match="did not return a result") as caught:
-        in_child(lambda: print("nearly") or sys.exit(0), fork=fork)
-    assert (caught.value.returncode, caught.value.stdout) == (0, "nearly\n")
-
-
-def test_a_child_may_close_its_output() -> None:
-    """It still ends with success."""
-    assert in_child(lambda: sys.stdout.close()).value is None
 
 
 def test_when_the_zygote_is_killed_its_child_is_one_error_and_the_next_call_works() -> None:
@@ -447,29 +392,3 @@ def test_a_fork_of_the_caller_and_a_child_have_a_zygote_of_their_own() -> None:
         "assert in_child(os.getppid).value == ours\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_without_pidfd_a_new_interpreter_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a kernel from before 5.3, or in a sandbox; the zygote of this process is left alone."""
-
-    def lacks(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(zygote, "_zygote", None)
-    monkeypatch.setattr(os, "pidfd_open", lacks)
-    assert in_child(os.getppid).value == os.getpid()
-    assert zygote._zygote is None
-
-
-def test_numpy_is_not_needed() -> None:
-    """torch works without it, and so does a child."""
-    code = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "import os, pickle, tempfile, torch, torchlift._system.zygote as z\n"
-        "descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]\n"
-        "file = tempfile.TemporaryFile()\n"
-        "here = dict(os.environ), sys.path, os.getcwd(), z.Settings.read()\n"
-        "pickle.dump(z.Request('builtins:abs', (-1,), *here), file); file.flush()\n"
-        "z._be_child([*descriptors, file.fileno()])\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -101,22 +101,6 @@ def test_a_cached_file_is_read_from_the_page_cache(path, opens):
     assert holds(requests, path)
 
 
-def test_of_a_file_that_is_cached_in_part_each_range_is_read_where_it_is(tmp_path, opens):
-    """Half of a large file stays in the page cache and the other half stays out of it."""
-    path = tmp_path / "large"
-    path.write_bytes(random.Random(2).randbytes(4 * (32 << 20)))
-    evict(path)
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        file.read(64 << 20)
-    before = resident(path)
-    requests = whole(path)
-    read(requests, opened(path))
-    assert len(opens) == 1
-    assert abs(resident(path) - before) < 4 << 20
-    assert holds(requests, path)
-
-
 @pytest.mark.parametrize("refused", ["open", "read", "the question what is cached"])
 def test_a_file_system_without_direct_reads_is_read_as_ever(path, monkeypatch, refused):
     """Every byte arrives, through the page cache. NFS knows no read without waiting."""
@@ -194,23 +178,6 @@ def test_a_disk_that_fails_ends_the_load_with_one_error(path, monkeypatch, opens
     assert not readers()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opens[0])
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, monkeypatch, opens):
-    """The bytes behind its new end are not made up."""
-    path = tmp_path / "shrinks"
-    path.write_bytes(bytes(NBYTES))
-    evict(path)
-    true = direct.OpenFile.read_direct
-
-    def shrinking(file: direct.OpenFile, *rest: object) -> int | None:
-        os.truncate(path, 5 << 20)
-        return true(file, *rest)
-
-    monkeypatch.setattr(direct.OpenFile, "read_direct", shrinking)
-    with opened(path) as files, pytest.raises(IntegrityError, match="ends early"):
-        read(whole(path), files)
-    assert not readers()
 
 
 def test_the_choice_can_be_made_by_hand(path, monkeypatch, opens):

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from small_models import Two, assert_holds, randomised, saved, unchanged
 from torch import nn
 
 import torchlift
-from torchlift.errors import IntegrityError, PlacementError
+from torchlift.errors import IntegrityError
 
 MODES = ["auto", "assign", "copy", "swap"]
 
@@ -201,55 +199,3 @@ def test_an_interrupt_while_a_subclass_is_written_takes_all_back(tmp_path):
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         torchlift.load(model, saved(randomised(Two()), tmp_path))
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_a_second_interrupt_does_not_wait(tmp_path):
-    """Who insists is obeyed, and what can be taken back is."""
-
-    def insist() -> None:
-        interrupt()
-        interrupt()
-        raise AssertionError("the second interrupt was not delivered")
-
-    model = acting(Sabotage(insist))
-    with unchanged(model), pytest.raises(KeyboardInterrupt):
-        torchlift.load(model, saved(randomised(Two()), tmp_path))
-
-
-@pytest.mark.parametrize("options", [{"mode": "swap"}, {"dtype": torch.float64, "mode": "swap"}])
-def test_a_weak_reference_on_a_later_parameter_changes_nothing(path, options):
-    """What cannot be swapped is named, and what came before it is as it was."""
-    model = torchlift.skeleton(Two, 40, 50)
-    reference = weakref.ref(model.b)
-    refused = pytest.raises(PlacementError, match=r"cannot be swapped.*weak reference")
-    with unchanged(model), refused as caught:
-        torchlift.load(model, path, **options)
-    assert caught.value.entry == "b"
-    assert reference() is model.b
-    report = torchlift.load(model, path)
-    assert report.mode == {"a": "swap", "b": "assign"}
-    assert "weak reference" in report.loaded["b"].note
-
-
-def test_a_bar_that_cannot_be_drawn_does_not_stop_a_load(model, path, monkeypatch):
-    """A stderr that breaks in the middle is no reason to leave a model half loaded."""
-
-    class Broken:
-        lines = 0
-
-        def write(self, text: str) -> int:
-            Broken.lines += 1
-            if Broken.lines > 1:
-                raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-            return len(text)
-
-        def flush(self) -> None:
-            pass
-
-    monkeypatch.setattr(sys, "stderr", Broken())
-    torchlift.load(model, path, progress=True, source="read")
-    assert_holds(model, torch.load(path))
-    assert Broken.lines > 1
-
-
-# --- many at once -----------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -25,7 +23,6 @@ from torchlift._transfer import pages, userfault
 from torchlift._transfer.direct import OpenFile
 from torchlift._transfer.pages import HugePages, allocate
 from torchlift._transfer.userfault import Filler, open_filler
-from torchlift.errors import IntegrityError
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
@@ -42,32 +39,6 @@ def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
     assert bool(made.eq(1).all())
 
 
-@pytest.mark.parametrize("spare", [0, 1, 4096, 2**21 - 4096, 2**21 - 1])
-def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
-    """Even where the kernel gives huge pages to everybody."""
-    child = (
-        "import sys, torch; from torchlift._transfer.pages import allocate\n"
-        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
-        "allocate(1 << 22, torch.uint8, torch.device('cpu')); before = resident()\n"
-        "kept = [allocate((1 << 22) + int(sys.argv[1]), torch.uint8, torch.device('cpu')) "
-        "for _ in range(64)]\n"
-        "print((resident() - before) // 64)"
-    )
-    assert int(run(child, spare).stdout) < 32 << 10
-
-
-def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
-    """Where anonymous maps run out, memory comes from torch's own allocator."""
-
-    def none_left(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(pages.mmap, "mmap", none_left)
-    made = allocate(1 << 20, torch.float32, torch.device("cpu"))
-    assert made.fill_(2).sum() == 2 << 20
-
-
-PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 needs_filler = pytest.mark.skipif(
     open_filler() is None, reason="this kernel or sandbox has no userfaultfd"
@@ -123,21 +94,6 @@ def test_any_range_gets_its_bytes_and_nothing_else_changes(fixture, start, lengt
         write(area, start, content)
     expected[start : start + length] = content
     assert torch.equal(area, expected)
-
-
-@needs_filler
-def test_without_huge_pages_all_complete_pages_are_filled(no_huge_pages):
-    """The switch of the kernel may say never."""
-    assert write(new_memory(4 * MIB), 0, pattern(4 * MIB)) == []
-
-
-@needs_filler
-def test_pages_that_exist_are_left_to_the_caller(no_huge_pages):
-    """The kernel does not replace a page, for example of a live tensor that is loaded again."""
-    area = new_memory(4 * MIB)
-    area[2 * MIB + 5 * PAGE] = 1
-    assert write(area, 0, pattern(4 * MIB)) == [(2 * MIB + 5 * PAGE, 4 * MIB)]
-    assert torch.equal(area, pattern(4 * MIB))
 
 
 def test_memory_of_others_is_never_filled(no_huge_pages, monkeypatch):
@@ -215,21 +171,6 @@ def test_an_interrupt_leaves_nothing_registered(monkeypatch, no_huge_pages, at):
 
 
 @needs_filler
-def test_memory_that_stays_registered_is_an_error(monkeypatch, no_huge_pages):
-    """The kernel needs one more map to divide a registered range, and a process has a limit."""
-    control = Filler._control
-    monkeypatch.setattr(
-        Filler,
-        "_control",
-        lambda self, number, argument: (
-            number != userfault._UNREGISTER and control(self, number, argument)
-        ),
-    )
-    with pytest.raises(MemoryError, match="too many maps"):
-        write(new_memory(4 * MIB), 0, pattern(4 * MIB))
-
-
-@needs_filler
 def test_threads_fill_neighbouring_ranges_of_one_map(no_huge_pages):
     """It is one map afterwards, because a process may have 65,530 of them."""
     area, content = new_memory(32 * MIB), pattern(32 * MIB)
@@ -304,27 +245,3 @@ def test_a_load_is_filled_for_every_user(user):
         filled, opened = map(int, run(LOAD, Path(folder, "x.safetensors"), user).stdout.split())
     assert filled > 15 * MIB
     assert opened == 0
-
-
-def test_a_read_that_fails_leaves_memory_that_can_be_touched(tmp_path, monkeypatch, no_huge_pages):
-    """The file is cut after it was mapped, so that a part of the memory is filled."""
-    path = tmp_path / "x.safetensors"
-    torchlift.save({"weight": torch.ones(4, MIB)}, path)
-    seen, whole = [], OpenFile.map
-
-    def watched(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        seen.append(allocate(numel, dtype, device))
-        return seen[-1]
-
-    def cut(self: OpenFile, offset: int, nbytes: int) -> torch.Tensor | None:
-        found = whole(self, offset, nbytes)
-        os.truncate(path, MIB)
-        return found
-
-    monkeypatch.setattr("torchlift._load.fetch.allocate", watched)
-    monkeypatch.setattr(OpenFile, "map", cut)
-    model = torch.nn.Linear(MIB, 4, bias=False, device="meta")
-    with pytest.raises(IntegrityError) as caught:
-        torchlift.load(model, path, source="read")
-    assert caught.value.file == str(path)
-    assert ends(lambda: seen[0].sum().item())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -145,24 +144,6 @@ def test_rows_of_a_matrix_arrive_as_one_range(
     assert other.destination.tolist() == plain(str(path), 3, 70)
 
 
-def test_rows_that_lie_behind_the_end_are_one_clear_error(files):
-    """Of a file that has become shorter, say."""
-    name = next(iter(files.stamps))
-    late = Request(
-        name, 2900, 100, torch.zeros(100, dtype=torch.uint8), torch.uint8, rows=10, step=50
-    )
-    with pytest.raises(IntegrityError, match="the file ends early"):
-        read([late], files)
-
-
-def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
-    """One call may have 1,024 buffers, and more of them are an error of the kernel."""
-    name = next(iter(files.stamps))
-    requests = [request(name, offset, 1) for offset in range(0, 3000, 2)]
-    read(requests, files)
-    assert [r.destination.item() for r in requests] == list(CONTENT[::2])
-
-
 def test_a_file_that_is_cut_off_while_its_rows_are_mapped_is_an_error(tmp_path, monkeypatch):
     """Its pages are asked for before they are touched, which would be a SIGBUS."""
     path = tmp_path / "matrix"
@@ -199,16 +180,6 @@ def test_rows_arrive_in_unaligned_memory_with_gaps(tmp_path, away, wish):
     assert not wide[:, 8:].any()
 
 
-def test_one_long_row_is_cast_into_a_matrix_of_one_row(tmp_path):
-    """The row is longer than a copy that torch does not split over its threads."""
-    values = torch.arange(100_000, dtype=torch.int32)
-    path = tmp_path / "row"
-    path.write_bytes(values.numpy().tobytes())
-    made = torch.zeros(1, 100_000)
-    read([Request(str(path), 0, values.nbytes, made, torch.int32)], opened(path))
-    assert torch.equal(made[0], values.float())
-
-
 def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
     """A request past the end names the byte at which the file ended."""
     path = tmp_path / "short"
@@ -238,18 +209,6 @@ def test_an_interrupt_between_pieces_ends_the_threads(files):
     with pytest.raises(KeyboardInterrupt):
         read([request(next(iter(files.stamps)), 0, 3000)], files, advance=interrupt)
     assert not readers()
-
-
-@limits(direct=100)
-def test_progress_is_reported_by_the_calling_thread(files):
-    """A progress bar need not be thread-safe."""
-    threads = set()
-    read(
-        [request(next(iter(files.stamps)), 0, 3000)],
-        files,
-        advance=lambda _: threads.add(threading.current_thread()),
-    )
-    assert threads == {threading.current_thread()}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from limits import limits
 
 import torchlift
 from torchlift._load import fetch
-from torchlift._sources import tensors
 from torchlift._store.files import FileStamp
 from torchlift._transfer import pinned, reading
 from torchlift._transfer.direct import DEPTH, STAGE
@@ -101,19 +100,6 @@ def test_the_stages_fit_in_the_budget(tmp_path, device, monkeypatch, direct, cou
     assert sum(stage.nbytes for stage in made) + own * STAGE <= reading.BUDGET
 
 
-@limits(staged=_STAGE)
-def test_memory_that_cannot_be_pinned_is_plain_memory(tmp_path, device, monkeypatch) -> None:
-    """As on a machine that has no accelerator, or a limit of locked memory."""
-    if torch.accelerator.is_available():
-        pytest.skip("this machine pins memory")
-    assert not pinned.allocate_pinned(100).is_pinned()
-    monkeypatch.setattr(pinned, "stream_of", lambda _: device)
-    files, values = numbers_in(tmp_path / "f", 4 * _STAGE)
-    target = torch.empty(len(values))
-    read(requests(tmp_path / "f", device, target), files)
-    assert torch.equal(target, values)
-
-
 def test_a_device_without_room_for_a_cast_gets_what_the_host_casts(tmp_path, device, made) -> None:
     """In the middle of a live model an error would leave it half loaded."""
     files, values = numbers_in(tmp_path / "f", 4 * _STAGE)
@@ -161,27 +147,3 @@ def test_a_device_that_runs_out_is_one_error_that_changes_nothing(tmp_path, monk
     assert caught.value.found == "out of memory. Tried to allocate"
     assert "remap.fit" in str(caught.value)
     assert model.weight.is_meta
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_in_memory_arrive_through_the_same_stages(device, made, dtype) -> None:
-    """As a mapped file does, of which a live model gets the values."""
-    values = torch.randn(30 * _STAGE // 4 + 7)
-    target = torch.empty(len(values), dtype=dtype)
-    into = OnDevice(target, device)
-    wanted = Request("memory", 0, values.nbytes, into, torch.float32, memory=values)
-    assert read([wanted], Files({})) == values.nbytes
-    assert torch.equal(target, values.to(dtype))
-    assert len(made) == pinned.COUNT
-
-
-def test_torch_copies_what_no_thread_can_be_started_for(monkeypatch) -> None:
-    """A live model must not stay half loaded."""
-
-    def fail(*_: object, **__: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(tensors, "read", fail)
-    values, target = torch.randn(3, 4), torch.zeros(3, 4)
-    tensors.send([tensors.Part(values, target)])
-    assert torch.equal(target, values)

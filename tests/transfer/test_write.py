@@ -10,7 +10,6 @@ from zlib import crc32
 
 import pytest
 
-from torchlift._transfer import write
 from torchlift._transfer.write import AtomicFile, Runs, remove_debris, write_at
 
 
@@ -31,15 +30,6 @@ def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
-
-
-def test_nothing_is_left_when_it_is_not_committed(tmp_path: Path) -> None:
-    """Closing is enough, and may come twice."""
-    file = AtomicFile(str(tmp_path / "x"))
-    assert len(os.listdir(tmp_path)) == 1
-    file.close()
-    file.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_bytes_then_name_then_folder_are_made_durable(tmp_path, monkeypatch):
@@ -123,46 +113,6 @@ def test_a_pipe_and_a_folder_are_not_replaced(tmp_path: Path) -> None:
         AtomicFile(str(tmp_path / "x"))
     with pytest.raises(IsADirectoryError):
         AtomicFile(str(tmp_path))
-
-
-def test_a_name_may_be_as_long_as_the_folder_allows(tmp_path: Path) -> None:
-    """That of the temporary file is clipped."""
-    path = tmp_path / ("ä" * 127)
-    file = AtomicFile(str(path))
-    file.commit()
-    file.close()
-    assert os.listdir(tmp_path) == [path.name]
-
-
-def test_a_file_that_another_writer_takes_for_a_dead_one_s_is_made_again(tmp_path, monkeypatch):
-    """Between its creation and its lock nobody can tell."""
-    names = iter(["first000", "second00"])
-    lock = write.flock
-
-    def late(descriptor: int, operation: int) -> None:
-        if operation & write.LOCK_EX and (tmp_path / ".x.torchlift-first000.part").exists():
-            (tmp_path / ".x.torchlift-first000.part").unlink()
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(write, "flock", late)
-    monkeypatch.setattr(write.secrets, "token_hex", lambda _: next(names))
-    file = AtomicFile(str(tmp_path / "x"))
-    assert os.listdir(tmp_path) == [".x.torchlift-second00.part"]
-    file.commit()
-    file.close()
-    assert os.listdir(tmp_path) == ["x"]
-
-
-def test_a_file_of_another_writer_is_never_overwritten(tmp_path, monkeypatch):
-    """Even if it has the name that was drawn."""
-    monkeypatch.setattr(write.secrets, "token_hex", lambda _: "taken000")
-    live = AtomicFile(str(tmp_path / "x"))
-    write_at(live.descriptor, b"theirs", 0)
-    with pytest.raises(FileExistsError):
-        AtomicFile(str(tmp_path / "x"))
-    live.commit()
-    live.close()
-    assert (tmp_path / "x").read_bytes() == b"theirs"
 
 
 def test_a_large_run_is_written_and_added_to_its_checksum(tmp_path: Path) -> None:
