@@ -32,32 +32,6 @@ OPEN = ExitStack()
 OTHER = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
 
 
-class OwnReader(io.BufferedReader):
-    """Yields what its raw file has behind eight bytes."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
-        super().seek(8)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return super().seek(offset + 8 * (whence == 0), whence) - 8
-
-    def tell(self) -> int:
-        return super().tell() - 8
-
-
-class OwnFile(io.FileIO):
-    """Yields the bytes of its file with all bits turned."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        return bytes(byte ^ 255 for byte in super().read(size))
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
 class Turned(io.RawIOBase):
     """Has the name and the descriptor of a file, and yields its bytes with all bits turned."""
 
@@ -180,10 +154,7 @@ KINDS: dict[str, Callable[[Path, bytes], Any]] = {
     "descriptor": written(lambda path: os.fdopen(os.open(path, os.O_RDONLY), "rb")),
     "mmap": written(mapped),
     "renamed": written(renamed),
-    "subclass of a reader": written(OwnReader, lambda data: b"12345678" + data),
-    "subclass of a file": written(OwnFile, turned),
     "over another raw file": written(lambda path: io.BufferedReader(Turned(path)), turned),
-    "buffer over a subclass": written(lambda path: io.BufferedReader(OwnFile(path)), turned),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_files import tensor, write_safetensors, write_zip
@@ -166,13 +165,3 @@ def test_what_is_repeated_has_the_size_that_is_stored(tmp_path):
     torch.save({"e": torch.ones(1).expand(1000), "n": torch.ones(5)}, tmp_path / "m.pt")
     text = to_text(read_index(tmp_path / "m.pt"))
     assert re.search(r"e +4 B +float32 +1000 +repeated to 3.9 KiB\n", text)
-
-
-def test_an_array_of_numpy_is_part_of_nothing(tmp_path):
-    """Its record has a header before it; what is compressed says so."""
-    np.savez(tmp_path / "m.npz", a=np.ones(1000))
-    assert "part of" not in to_text(read_index(tmp_path / "m.npz"))
-    np.savez_compressed(tmp_path / "m.npz", a=np.ones(1000))
-    assert re.search(
-        r"a +7.8 KiB +float64 +1000 +deflated$", to_text(read_index(tmp_path / "m.npz"))
-    )
