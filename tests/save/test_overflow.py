@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import torchlift
 from torchlift import IntegrityError
-from torchlift.cli import main
 
 INF = float("inf")
 
@@ -105,19 +103,6 @@ def test_a_check_refuses_what_is_not_finite_before_the_file_appears(
     with pytest.raises(IntegrityError) as error:
         torchlift.convert(src, tmp_path / "other.pt", check="finite")
     assert error.value.not_finite == {"w": (1, 0)}
-
-
-def test_the_command_checks_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, and nothing is written."""
-    src, dst = tmp_path / "m.pt", tmp_path / "new.safetensors"
-    torch.save({"w": torch.tensor([1e5])}, src)
-    words = ["convert", str(src), str(dst), "--dtype", "float16"]
-    assert main([*words, "--check", "finite"]) == 1
-    assert not dst.exists()
-    assert main(words) == 0
-    assert "overflowed" in capsys.readouterr().out
-    assert load_file(dst)["w"].isinf().all()
-    assert main([*words, "--check", "infinite"]) == 2
 
 
 @pytest.mark.parametrize("is_live", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +128,3 @@ def test_a_transform_that_leaves_the_codes_is_refused(tmp_path: Path) -> None:
             src, tmp_path / "new.pt", dtype="bfloat16", transform=lambda _, tensor: tensor
         )
     assert error.value.entry == "l.weight"
-
-
-def test_the_command_names_the_codes_and_its_own_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the option that leaves out the scales, and the argument that only Python has."""
-    src = tmp_path / "model.safetensors"
-    deepseek(src)
-    words = ["convert", str(src), str(tmp_path / "new.pt"), "--dtype", "bfloat16", "--json"]
-    assert main(words) == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out)["error"]["entry"] == "l.weight"
-    assert "--exclude '*weight_scale_inv'" in err
-    assert "transform=" in err
-    assert main([*words[:-1], "--exclude", "l.*"]) == 0
