@@ -243,14 +243,6 @@ def test_an_example_begins_with_what_it_imports(room: str) -> None:
 # ---- what Sphinx and the theme write
 
 
-def test_what_opens_a_branch_of_the_sidebar_has_a_name() -> None:
-    """The name of the page that it belongs to."""
-    there = (
-        '<li><a class="reference internal" href="#">Files</a><details><summary><i></i></summary>'
-    )
-    assert '<summary aria-label="Pages of Files">' in valid_html.with_names(there)
-
-
 @pytest.mark.parametrize(
     ("text", "mended"),
     [
@@ -271,13 +263,3 @@ def test_a_long_name_may_go_on_in_the_next_line(text: str, mended: str | None) -
     """After a dot or an underscore, in code and in headings; an address stays as it is."""
     found = valid_html.NAMES.sub(lambda names: valid_html.with_breaks(names[0]), text)
     assert found == (mended or text)
-
-
-def test_parameters_of_a_signature_are_lines_and_no_list() -> None:
-    """Outside of a signature a list stays a list."""
-    text = '<dt class="sig sig-object py"><dl><dd>a</dd></dl></dt><dl><dd>b</dd></dl>'
-    mended = valid_html.SIGNATURE.sub(valid_html.without_lists, text)
-    assert mended == (
-        '<dt class="sig sig-object py"><span class="tl-parameters"><span class="tl-parameter">a'
-        "</span></span></dt><dl><dd>b</dd></dl>"
-    )
