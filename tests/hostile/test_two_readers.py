@@ -226,14 +226,6 @@ def test_all_attributes_that_act_are_known() -> None:
     assert acting == []
 
 
-def test_attributes_of_ones_own_do_not_hide_a_tensor(tmp_path: Path) -> None:
-    """What people set on their parameters is of no consequence to the numbers."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.tag = "x"  # type: ignore[attr-defined]
-    torch.save({"p": parameter}, tmp_path / "x.pt")
-    assert list(read_index(tmp_path / "x.pt").entries) == ["p"]
-
-
 # Pickles whose meaning depends on when or how something is looked at: name -> opcodes. ------------
 
 
