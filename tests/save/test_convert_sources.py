@@ -93,21 +93,6 @@ def test_a_transform_gets_each_tensor_once_and_its_results_are_saved(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["src.pt", dst])
 
 
-def test_a_soup_is_cast_after_it_is_made(tmp_path: Path) -> None:
-    """As in a load: the transform sees what the file has."""
-    torch.save(state(), tmp_path / "one.pt")
-    other = {key: value + 1 for key, value in state().items()}
-
-    def mean(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        assert tensor.dtype == torch.float32
-        return (tensor + other[key]) / 2
-
-    torchlift.convert(
-        tmp_path / "one.pt", tmp_path / "x.safetensors", transform=mean, dtype="bfloat16"
-    )
-    assert torch.equal(found(tmp_path / "x.safetensors")["a.w"], (state()["a.w"] + 0.5).bfloat16())
-
-
 def test_a_transform_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """An error of its own says for which key; what cannot be saved is refused by name."""
     torch.save(state(), tmp_path / "one.pt")
@@ -173,19 +158,3 @@ def test_what_has_no_memory_of_its_own_is_refused_by_its_name(tmp_path: Path) ->
     with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
         torchlift.save(given, made)
     assert not made.exists()
-
-
-def test_values_that_are_no_tensors_stay_what_they_are_beside_another_source(
-    tmp_path: Path,
-) -> None:
-    """A dtype is no text, and a device none; text of the files themselves is no loss."""
-    kept = {"dtype": torch.float16, "place": torch.device("cuda:1"), "array": [3, (4,)]}
-    torch.save({"w": torch.ones(2), **kept}, tmp_path / "x.pt")
-    for rename in (None, {"w": "x"}, {"dtype": "x"}):
-        report = torchlift.convert(
-            [tmp_path / "x.pt", {"more": torch.zeros(1)}], tmp_path / "y.pt",
-            rename=rename, overwrite=True,
-        )  # fmt: skip
-        assert report.lost == {}
-        made = torch.load(tmp_path / "y.pt", weights_only=True)
-        assert [made.get(key, made.get("x")) for key in kept] == list(kept.values())

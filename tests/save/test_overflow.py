@@ -103,23 +103,3 @@ def test_a_check_refuses_what_is_not_finite_before_the_file_appears(
     with pytest.raises(IntegrityError) as error:
         torchlift.convert(src, tmp_path / "other.pt", check="finite")
     assert error.value.not_finite == {"w": (1, 0)}
-
-
-@pytest.mark.parametrize("is_live", [True, False])
-@pytest.mark.parametrize("door", ["file", "memory", "transform", "in place"])
-def test_a_load_counts_values_that_overflow(tmp_path: Path, door: str, is_live: bool) -> None:
-    """In the report, under the names of the model."""
-    path = tmp_path / "m.pt"
-    state = {"weight": torch.tensor([[1e5, 1.0], [INF, -7e4]]), "bias": torch.zeros(2)}
-    torch.save(state, path)
-    given: Any = state if door == "memory" else path
-    is_half = door == "in place"
-    model = nn.Linear(2, 2) if is_live else torchlift.skeleton(nn.Linear, 2, 2)
-    model = model.half() if is_half else model
-    options: Any = {} if door == "in place" else {"dtype": "float16"}
-    if door == "transform":
-        options["transform"] = lambda _, tensor: tensor
-    report = torchlift.load(model, given, **options)
-    assert report.overflowed == {"weight": 2}
-    assert "overflowed" in str(report)
-    assert torch.equal(model.weight, state["weight"].half())

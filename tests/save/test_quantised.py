@@ -55,20 +55,12 @@ def drop_scales(key: str) -> str | None:
 @pytest.mark.parametrize("how", [{"exclude": ["*_scale_inv"]}, {"rename": drop_scales}])
 def test_a_scale_that_is_left_out_alone_is_listed(tmp_path: Path, how) -> None:
     """The codes are kept, and are no values without it, whether a pattern or a rename drops it."""
-    expected = deepseek(path := tmp_path / "old.safetensors")
+    deepseek(path := tmp_path / "old.safetensors")
     report = torchlift.convert(path, tmp_path / "new.safetensors", **how)
     assert "l.weight_scale_inv" in report.lost
     assert "the values of l.weight, which is kept, are wrong without it" in str(report)
     report = torchlift.convert(path, tmp_path / "kept.safetensors", exclude=["l.*"])
     assert "l.weight_scale_inv" not in report.lost
-    with torchlift.open(path) as ckpt:
-        report = torchlift.convert(
-            path, tmp_path / "values.pt", exclude=["*_scale_inv"], transform=scaling(ckpt)
-        )
-    assert report.lost == {}
-    torch.testing.assert_close(
-        torchlift.open(tmp_path / "values.pt")["l.weight"], expected["l.weight"]
-    )
 
 
 def test_a_rule_that_leaves_codes_leaves_their_scales(tmp_path: Path) -> None:

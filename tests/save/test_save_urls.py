@@ -219,21 +219,6 @@ def test_a_scheme_that_fsspec_does_not_know_is_an_error_of_ours() -> None:
         torchlift.save({"w": torch.ones(1)}, "nowhere://x/y.pt")
 
 
-def test_conversion_from_a_url_to_a_url_keeps_values_and_says_what_is_the_source(
-    bucket: Bucket,
-) -> None:
-    """Both with the options that one call is given, and the source is not replaced unasked."""
-    options: Any = {"storage_options": bucket.options}
-    torchlift.save(_state(), bucket / "x.pt", **options)
-    torchlift.convert(bucket / "x.pt", bucket / "folder", format="dcp", **options)
-    torchlift.convert(bucket / "folder", bucket / "y.safetensors", **options)
-    with pytest.raises(CheckpointError, match="there is something of this name"):
-        torchlift.convert(bucket / "x.pt", bucket / "x.pt", dtype="bfloat16", **options)
-    torchlift.convert(bucket / "x.pt", bucket / "x.pt", overwrite=True, **options)
-    found = torchlift.open(bucket / "y.safetensors", **options)
-    assert torchlift.diff(found, torchlift.open(bucket / "x.pt", **options)).equal
-
-
 def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
