@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift._checkpoint.comparison import ValueChange
-from torchlift.cli import main
 from torchlift.errors import PlacementError
 
 
@@ -269,18 +267,6 @@ def test_tolerances_are_for_numbers_that_are_no_tensors_too() -> None:
     assert torchlift.diff(one, two, rtol=0.1).equal
     assert not torchlift.diff({"a": 1.0}, {"a": math.inf}, rtol=0.5, atol=9.0).equal
     assert not torchlift.diff({"a": 1.0}, {"a": math.nan}, rtol=0.5, atol=9.0).equal
-
-
-def test_a_difference_of_arrays_can_be_printed_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As text, where JSON has no such value."""
-    for name, number in (("one", 1), ("two", 2)):
-        torch.save({"a": np.array([number]), "l": [b"x", number]}, tmp_path / name)
-    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["changed"]["a"]["object"] == ["[1]", "[2]"]
-    assert found["changed"]["l"]["object"] == [["b'x'", 1], ["b'x'", 2]]
 
 
 def _compared_with_dtensors(folder: str) -> str:

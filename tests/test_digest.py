@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_code import in_code
 from range_server import serving
-from safetensors.torch import save_file
 from torch import nn
 
 import torchlift
@@ -70,19 +69,6 @@ def test_wrappers_leave_no_trace() -> None:
     model.body = checkpoint_wrapper(model.body)
     assert torchlift.digest(model) == expected
     assert torchlift.digest(torch.compile(model, backend="eager")) == expected
-
-
-def test_older_files_and_files_of_others_have_it_too(tmp_path: Path) -> None:
-    """Of torch.save before 1.6, of its legacy writer, of safetensors' own package, in memory."""
-    state = {key: value.clone() for key, value in Net().state_dict().items()}
-    expected = torchlift.digest(state)
-    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    save_file(state, tmp_path / "theirs.safetensors")
-    assert torchlift.digest(tmp_path / "old.pth") == expected
-    assert torchlift.digest(tmp_path / "theirs.safetensors") == expected
-    with open(tmp_path / "old.pth", "rb") as file:
-        assert torchlift.digest(file) == expected
-    assert torchlift.digest(dict(reversed(state.items()))) == expected
 
 
 def test_a_root_is_the_number_of_the_model(tmp_path: Path) -> None:
@@ -203,30 +189,6 @@ def test_large_tensors_are_hashed_in_blocks(tmp_path: Path) -> None:
     assert found == torchlift.digest({key: value.contiguous() for key, value in state.items()})
     values[4_000_000, 1] += 1
     assert torchlift.digest(state) != found
-
-
-def test_tensors_of_other_kinds_count_by_what_they_are_made_of(tmp_path: Path) -> None:
-    """Sparse, in two layouts: in memory and from a file."""
-    dense = torch.eye(4)
-    kinds = {"coo": dense.to_sparse(), "other": torch.ones(2, 3).to_sparse()}
-    torch.save(kinds, tmp_path / "m.pt")
-    found = torchlift.digest(kinds)
-    assert torchlift.digest(tmp_path / "m.pt") == found
-    dense[1, 1] = 2
-    assert torchlift.digest({**kinds, "coo": dense.to_sparse()}) != found
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
-def test_the_shape_and_the_layout_of_a_tensor_of_others_count() -> None:
-    """Its dense tensors may be the same, or none."""
-    coo = torch.eye(3).to_sparse()
-    larger = torch.sparse_coo_tensor(coo.indices(), coo.values(), (4, 4), check_invariants=True)
-    nested = torch.nested.nested_tensor([])
-    states: list[dict[str, Any]] = [
-        {"a": coo}, {"a": larger}, {"a": torch.eye(3).to_sparse_csr()},
-        {"a": torch.eye(3).to_sparse_csc()}, {"a": nested}, {"a": nested, "b": nested},
-    ]  # fmt: skip
-    assert len({torchlift.digest(state) for state in states}) == len(states)
 
 
 def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:

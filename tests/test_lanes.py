@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -58,41 +56,3 @@ def test_worlds_of_four_ranks_are_slow_but_those_of_loading(marks: dict[str, set
 
 
 # ---- what was skipped
-
-SKIPS = """
-import pytest
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_one(number):
-    if number > 1:
-        pytest.skip("no tool here: install the tool")
-
-@pytest.mark.skip(reason="no machine: use another one")
-def test_two():
-    pass
-"""
-
-
-def test_make_test_ends_with_what_was_skipped(tmp_path: Path) -> None:
-    """Each reason once, with the number of tests. It says how to get the checks."""
-    tmp_path.joinpath("test_a.py").write_text(SKIPS + "pytest.importorskip('no_such_module')")
-    tmp_path.joinpath("test_b.py").write_text(SKIPS)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "test_b.py"]
-    runs = [
-        subprocess.run([*command, *more], cwd=tmp_path, check=True, stdout=subprocess.PIPE).stdout
-        for more in ([], ["test_a.py"])
-    ]
-    logs = tmp_path / "one.log", tmp_path / "two.log"
-    for log, printed in zip(logs, runs, strict=True):
-        log.write_bytes(printed)
-    skipped = ["make", "--no-print-directory", "skipped", f"LOGS={' '.join(map(str, logs))}"]
-    lines = subprocess.check_output(skipped, cwd=ROOT, text=True).splitlines()
-    assert lines[:2] == [
-        "4 skipped: no tool here: install the tool",
-        "2 skipped: no machine: use another one",
-    ]
-    assert lines[2].startswith("1 skipped: could not import 'no_such_module'")
-    assert not lines[3:]
-    recipe = MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
-    assert "skipped LOGS=" in recipe.splitlines()[-1]
-    assert '"-ra"' in ROOT.joinpath("pyproject.toml").read_text("utf-8"), "else pytest lists none"
