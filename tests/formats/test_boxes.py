@@ -112,18 +112,6 @@ def test_parts_of_parts_are_those_of_torch(order: list[int], changes: list[Any])
     assert gathered(part) == expected.flatten().tolist()
 
 
-def test_rows_are_one_run_and_the_whole_is_itself() -> None:
-    """What is contiguous in the file stays a view of it; a whole tensor keeps its storage."""
-    whole = entry((4, 6, 5))
-    rows = narrowed(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
-    assert not rows.needs_assembly
-    assert (rows.chunks[0].offset, rows.chunks[0].nbytes) == (30, 60)
-    assert narrowed(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
-    assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
-    scalar = entry(())
-    assert narrowed(scalar, []) is scalar
-
-
 @pytest.mark.parametrize("mesh", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("size", range(1, 14))
 def test_data_parallel_shards_over_tensor_parallel_ones_are_torchs(

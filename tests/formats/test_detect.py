@@ -97,19 +97,6 @@ def test_what_no_folder_counts_as_weights_is_named_by_its_path(tmp_path, content
     refused(path, match)
 
 
-def test_tensors_that_another_library_reads_are_passed_as_a_dict(tmp_path):
-    """The way out for a format that torchlift does not read."""
-    path = tmp_path / "weights.mine"
-    path.write_bytes(b"MINE" + torch.tensor([1.0, 2.0]).numpy().tobytes())
-    assert "the dict of tensors" in refused(path, "not a checkpoint that torchlift reads").hint
-    theirs = {"bias": torch.frombuffer(bytearray(path.read_bytes()[4:]), dtype=torch.float32)}
-    model = torch.nn.Linear(1, 2)
-    torchlift.load(model, {**theirs, "weight": torch.ones(2, 1)})
-    torchlift.convert(theirs, tmp_path / "mine.safetensors")
-    for found in (model.bias, torchlift.open(tmp_path / "mine.safetensors")["bias"]):
-        assert found.tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("records", "match"),
     [

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import CheckpointError
 
 STATE = {f"layers.{at}.weight": torch.full((2, 3), float(at)) for at in range(3)}
 INDEX = ".index.json"
@@ -71,20 +71,6 @@ def test_files_of_several_saves_that_count_up_are_not_joined(tmp_path: Path) -> 
     named = re.findall(r"hf_model_\d+_\d\.pt", str(error.hint))
     torchlift.convert([tmp_path / name for name in named], tmp_path / "x.safetensors")
     require_state(torchlift.open(tmp_path / "x.safetensors"))
-
-
-def test_slices_of_unequal_shapes_are_refused_by_folder_and_by_path(tmp_path: Path) -> None:
-    """Experts of each rank beside weights that all ranks have, and vocabularies that are cut."""
-    for rank in range(2):
-        state = {"embed": torch.ones(3 - rank, 2), f"experts.{rank}": torch.ones(2)}
-        save_file(state, tmp_path / f"model{rank}-mp2.safetensors")
-    error = refused_by_all(tmp_path, tmp_path)
-    assert error.reason == "the files are slices of a model, and do not say how to join them"
-    path = tmp_path / "model1-mp2.safetensors"
-    for door in ("load", "convert"):
-        with pytest.raises(FormatError, match="do not say how to join them"):
-            DOORS[door](path, tmp_path)
-    assert torchlift.open(path)["embed"].shape == (2, 2)  # as the hint says
 
 
 # -- two checkpoints

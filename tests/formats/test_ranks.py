@@ -18,17 +18,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from doors import refused_by_all
-from rank_files import Described, Era, make_model, save_mesh, save_ranks, torch_file
+from rank_files import Described, Era, make_model, save_ranks, torch_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import torchlift
 from torchlift import remap
 from torchlift.distributed import CheckpointReader, on_ranks
-from torchlift.errors import CheckpointError, FormatError, MismatchError
+from torchlift.errors import CheckpointError, FormatError
 
 FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets", "holes"]
 
@@ -103,48 +100,6 @@ def test_the_optimizer_of_all_ranks_is_beside_the_model(saved: Path, tmp_path: P
         assert optimizer.param_groups[0]["lr"] == 0.5
         state = optimizer.state_dict()["state"]
         require_equal({f"{n}.{k}": v for n in state for k, v in state[n].items()}, moments)
-
-
-@pytest.mark.distributed
-def test_a_rank_s_own_state_is_not_joined(saved: Path) -> None:
-    """Of generators and the like each rank has its own: its file is opened by its own path."""
-    assert not [key for key in torchlift.open(saved / "fsdp").objects if "rank" in key]
-    for rank in range(2):
-        path = saved / "fsdp" / f"extra_state_world_size_2_rank_{rank}.pt"
-        assert torchlift.open(path).objects["rank"] == rank
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_every_way_to_lie_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
-    """Replicas of shards, both dimensions, one twice, and FSDP over tensor parallel."""
-    on_ranks(4, save_mesh, str(tmp_path))
-    whole = torch.load(tmp_path / "whole.pt")
-    for name in ("mesh", "slices"):
-        require_equal(torchlift.open(tmp_path / name), whole)
-
-
-def _load_shards(folder: str) -> None:
-    """Load into a model that is sharded as the one that was saved, and into its optimizer."""
-    model, whole = make_model(), torch.load(Path(folder, "whole.pt"))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torchlift.load(model, Path(folder, "fsdp"))
-    torchlift.load_optimizer(model, optimizer, Path(folder, "fsdp"))
-    state = {
-        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
-    }
-    require_equal(state, {key: whole[key] for key in state})
-    moments = torch.load(Path(folder, "moments.pt"))
-    for number, each in optimizer.state_dict()["state"].items():
-        assert torch.equal(each["exp_avg"].full_tensor(), moments[f"{number}.exp_avg"])
-
-
-@pytest.mark.distributed
-def test_ranks_load_their_own_slices(saved: Path) -> None:
-    """Of the files of all ranks each reads what it needs."""
-    on_ranks(2, _load_shards, str(saved))
 
 
 MESHES: dict[str, Callable[[Era], tuple[list[object], list[int]]]] = {
@@ -443,23 +398,6 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
     slice_file(tmp_path / _name(2), {"w": torch.zeros(2, 2)}, **offsets)
     with pytest.raises(FormatError, match=text):
         torchlift.open(tmp_path)
-
-
-def test_a_load_names_the_shape_if_the_file_of_the_last_rank_is_missing(tmp_path: Path) -> None:
-    """The files record neither the number of ranks nor the sizes. The model knows its own."""
-    for rank in (1, 2, 3):
-        slice_file(tmp_path / _name(rank), {"w": torch.ones(2, 2)}, w=[2 * rank - 2, 0])
-    last = tmp_path / _name(3)
-    last.rename(tmp_path / "away")
-    assert torchlift.open(tmp_path)["w"].shape == (4, 2)
-    model = torch.nn.Module()
-    model.w = torch.nn.Parameter(torch.zeros(6, 2))
-    with pytest.raises(MismatchError, match=r"w.*\(4, 2\)|w.*\[4, 2\]"):
-        torchlift.load(model, tmp_path)
-    assert not model.w.any()
-    (tmp_path / "away").rename(last)
-    torchlift.load(model, tmp_path)
-    assert model.w.all()
 
 
 def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:

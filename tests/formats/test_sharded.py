@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 import torch
@@ -119,26 +118,6 @@ def test_a_key_that_its_shard_lacks_is_refused(sharded, key):
     assert "as a list to torchlift.load or torchlift.convert" in str(caught.value.hint)
     torchlift.convert(shards, sharded / "x.safetensors")
     assert {*torchlift.open(sharded / "x.safetensors")} == {"a", "b", "c"}
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_links_to_one_folder_lead_to_it(sharded, tmp_path_factory, index):
-    """One of the files by itself would be half of the model."""
-    links = tmp_path_factory.mktemp("links")
-    for file in sharded.iterdir():
-        if index or file.name != INDEX:
-            (links / file.name).symlink_to(file)
-    if not index:
-        (sharded / INDEX).unlink()
-    for _ in range(3):  # the hint of an index that is a link is its file
-        with pytest.raises(UnsafeError) as caught:
-            torchlift.open(links)
-        place = re.fullmatch(r"If you trust it, open '(.+)'\.", str(caught.value.hint))[1]
-        assert list(read_index(place).entries) == ["a", "b", "c"]
-        if index:  # now the index itself is in the folder of the links
-            (links / INDEX).unlink(missing_ok=True)
-            (links / INDEX).write_text((sharded / INDEX).read_text())
-    assert place == str(sharded)
 
 
 @pytest.mark.parametrize("how", ["renamed", "two folders", "one link", "above"])

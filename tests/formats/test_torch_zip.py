@@ -20,7 +20,7 @@ from torch import nn
 from zoo import same
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.detect import read_index
 from torchlift.formats.summary import to_text
 
@@ -101,20 +101,6 @@ def test_the_index_says_what_is_known_of_a_tensor_made_of_others(path):
         assert [entry.dtype, entry.shape, entry.nbytes, kind] == expected, key
     assert ("shared", "storage", "w") in index.aliases
     assert "sparse_bsr float32" in to_text(index, rows=50)
-
-
-@of_others
-@pytest.mark.parametrize("kind", ["coo", "bsr", "tensor", "meta"])
-def test_a_model_is_not_filled_from_tensors_made_of_others(path, kind):
-    """Before anything changes: torch has no copy from them either. A transform may make one."""
-    model = nn.Linear(2, 2, bias=False)
-    value = other_kinds()[kind]
-    model.weight = nn.Parameter(torch.ones(value.shape))
-    before = model.weight.detach().clone()
-    torch.save({"weight": value}, path)
-    with pytest.raises(CheckpointError, match=r"'weight': the value cannot be .* transform="):
-        torchlift.load(model, path)
-    assert torch.equal(model.weight, before)
 
 
 @of_others

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import urllib3
 from limits import limits
 from range_server import Answer, Asked, RangeServer, answering, facts, serving
 from valid_files import write_valid
@@ -360,18 +359,6 @@ def test_a_status_is_an_error_of_ours_and_of_python(
     assert error.file == server.url(str(place.relative_to(server.folder)))
 
 
-def test_a_server_that_stalls_is_given_up(server: RangeServer, tmp_path: Path) -> None:
-    """After some seconds without a byte."""
-    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
-
-    def stalls(asked: Asked, answer: Answer) -> None:
-        answer.wait = 0.5
-
-    server.fault = stalls
-    error = refused(server, tmp_path / "served" / "model.pt", TimedOut, timeout=0.1, tries=2)
-    assert isinstance(error, TimeoutError)
-
-
 def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
     """Both are a `ConnectionError`."""
     with socket.socket() as free:
@@ -511,45 +498,7 @@ def test_no_text_of_a_server_stands_in_an_error(
     assert SECRET not in caplog.text
 
 
-def test_headers_that_are_none_are_not_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """urllib3 warns of them, with the URL. What others request by urllib3 is still logged."""
-
-    def odd(connection: socket.socket) -> None:
-        connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nno header\r\n\r\nhello")
-
-    with answering(odd) as url, caplog.at_level(logging.DEBUG):
-        with pytest.raises(FormatError):
-            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options={"tries": 1})
-        assert SECRET not in caplog.text
-        urllib3.request("GET", f"{url}/m.pt?of=others", preload_content=False).close()
-    assert "of=others" in caplog.text
-
-
 # ---- servers without an end
-
-
-def test_a_server_that_sends_one_byte_in_each_answer_is_given_up(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    """It would take a request for each byte, and a new connection."""
-    file = opened(server, bytes(161_000), tries=3)
-
-    def one(asked: Asked, answer: Answer) -> None:
-        answer.sent, answer.reset = 1, False
-
-    server.fault = one
-    server.forget()
-    with pytest.raises(Unreachable, match="the connection ended early"):
-        file.read(0, 161_000)
-    assert server.requests == 3
-
-    def half(asked: Asked, answer: Answer) -> None:
-        answer.sent, answer.reset = (len(answer.body) + 1) // 2, False
-
-    server.fault = half
-    assert file.read(0, 161_000) == bytes(161_000)
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -581,23 +530,6 @@ def test_a_server_without_progress_is_given_up(start: bytes, again: bytes, pause
     assert time.monotonic() - began < 20
 
 
-def test_a_redirect_with_an_endless_body_is_followed(server: RangeServer, tmp_path: Path) -> None:
-    """The body is of no interest, however long it is."""
-    np.save(tmp_path / "served" / "w.npy", np.ones(3))
-
-    def endless(connection: socket.socket) -> None:
-        connection.sendall(
-            b"HTTP/1.1 302 Found\r\nTransfer-Encoding: chunked\r\nLocation: "
-            + server.url("w.npy").encode()
-            + b"\r\n\r\n"
-        )
-        while True:
-            connection.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
-
-    with answering(endless) as url:
-        assert torchlift.open(f"{url}/w.npy")["tensor"].tolist() == [1, 1, 1]
-
-
 # ---- connections and proxies
 
 
@@ -608,27 +540,6 @@ def test_a_kept_connection_that_the_server_closed_is_not_a_failed_try(server: Ra
     for number in range(3):
         assert file.read(number, 10) == bytes(10)
         time.sleep(0.1)
-
-
-@pytest.mark.parametrize(
-    ("proxy", "reason"),
-    [("socks5://127.0.0.1:1", "not an HTTP proxy"), ("", "the proxy of the environment refuses")],
-)
-def test_a_proxy_that_cannot_be_used_is_named(
-    monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
-) -> None:
-    """Without the text that it sends, which can repeat its password."""
-
-    def refuses(connection: socket.socket) -> None:
-        connection.sendall(f"HTTP/1.1 407 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
-        connection.shutdown(socket.SHUT_RDWR)
-
-    with answering(refuses) as url:
-        monkeypatch.setenv("https_proxy", proxy or url.replace("//", f"//me:{SECRET}@"))
-        monkeypatch.delenv("no_proxy", raising=False)
-        with pytest.raises(Unreachable, match=reason) as caught:
-            torchlift.open("https://h.invalid/w.npy", storage_options={"tries": 1})
-    shows_no_secret(caught.value)
 
 
 @pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "soon"])

@@ -121,16 +121,6 @@ def test_a_conversion_keeps_the_weights_and_names_the_rest(tmp_path: Path, stage
             assert all(torch.equal(ckpt[name], value) for name, value in zero.weights().items())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_other_values_of_the_training_are_in_the_first_file(tmp_path: Path, stage: int) -> None:
-    """The file opens by itself."""
-    folder = training(stage, 2)[1].write(tmp_path / "run")
-    name = "mp_rank_00_model_states.pt"
-    with torchlift.open(folder / (f"zero_pp_rank_0_{name}" if stage == 3 else name)) as ckpt:
-        assert ckpt.objects["epoch"] == 7
-        assert ckpt.objects["lr_scheduler.last_epoch"] == 3
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     stage=st.sampled_from([1, 2, 3]),
