@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +14,12 @@ import torch.distributed.checkpoint as dcp
 from device_files import write_tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int8_weights import Int8
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift._checkpoint.comparison import ValueChange
-from torchlift.cli import main
 from torchlift.errors import PlacementError
-
-
-class Noted(Int8):
-    """An int8 weight with a number that is no tensor."""
-
-    note: int
-
-    @classmethod
-    def of(cls, note: int) -> Noted:
-        made = cls(torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 1))
-        made.note = note
-        return made
-
-    def __tensor_flatten__(self) -> Any:
-        return ["values_int8", "scale"], self.note
 
 
 def both(tmp_path: Path, one: Any, two: Any, **tolerances: float) -> torchlift.CheckpointDiff:
@@ -65,16 +45,6 @@ def test_a_list_that_dcp_took_apart_is_the_list(tmp_path: Path) -> None:
     assert list(torchlift.diff(tmp_path / "one.pt", tmp_path / "two.pt").changed) == [
         "optim.param_groups"
     ]
-
-
-def test_whatever_can_be_opened_is_compared(tmp_path):
-    """A path of bytes and a file object too; what is neither is refused as by `torchlift.open`."""
-    state = {"weight": torch.ones(2)}
-    torchlift.save(state, tmp_path / "a.pt")
-    with open(tmp_path / "a.pt", "rb") as file:
-        assert torchlift.diff(os.fsencode(tmp_path / "a.pt"), file).equal
-    with pytest.raises(TypeError, match="expected a path or a binary file object, not NoneType"):
-        torchlift.diff(state, None)
 
 
 def test_each_kind_of_difference_is_named(tmp_path):
@@ -186,16 +156,6 @@ def test_what_cannot_be_rebuilt_is_listed_as_not_compared(tmp_path):
     assert "not compared, since it cannot be rebuilt (1)\n  args" in str(found)
 
 
-def test_a_long_list_is_clipped_and_names_are_escaped():
-    """A report is a screen, whatever a file is called inside."""
-    one = {f"layer{i}": torch.ones(1) for i in range(30)} | {"\x1b[2K": torch.ones(1)}
-    text = str(torchlift.diff(one, {}))
-    assert "removed (31)" in text
-    assert "  and 11 more" in text
-    assert "\x1b" not in str(torchlift.diff({"\x1b[2K": torch.ones(1)}, {}))
-    assert "<b>" not in torchlift.diff({"<b>": torch.ones(1)}, {})._repr_html_()
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(width=32), max_size=30), st.data())
 def test_the_number_of_differing_values_is_counted(values, data):
@@ -240,7 +200,7 @@ def test_sparse_tensors_are_compared_by_their_values(tmp_path):
 
 
 def test_tensors_made_of_others_are_compared_by_all_of_these(tmp_path: Path) -> None:
-    """And by what their class says beside them."""
+    """Here of a class that has two."""
     one, zero = torch.ones(3), torch.zeros(3)
     state = {"w": TwoTensor(one, zero)}
     torch.save(state, tmp_path / "w.pt")
@@ -248,30 +208,12 @@ def test_tensors_made_of_others_are_compared_by_all_of_these(tmp_path: Path) -> 
         assert torchlift.diff(ckpt, state).equal
         assert not torchlift.diff(ckpt, {"w": TwoTensor(one, one)}).equal
         assert not torchlift.diff(ckpt, {"w": one}).equal
-    first, same, other = ({"w": Noted.of(note)} for note in (2, 2, 3))
-    assert torchlift.diff(first, same).equal
-    assert not torchlift.diff(first, other).equal
 
 
 def test_a_lazy_tensor_is_refused_by_name() -> None:
     """It has neither shape nor values."""
     with pytest.raises(PlacementError, match=r"'0.weight'.*lazy module"):
         torchlift.diff(nn.Sequential(nn.LazyLinear(2)).state_dict(), {})
-
-
-def test_containers_in_memory_are_looked_into(tmp_path: Path) -> None:
-    """As those of a file are: nested dicts, lists of dicts, names that are no text."""
-    one = {"a": {"w": torch.zeros(2), "n": 1}, "l": [{"w": torch.ones(2)}, {0: torch.ones(1)}]}
-    two = {"a": {"w": torch.ones(2), "n": 1}, "l": [{"w": torch.ones(2)}, {0: torch.zeros(1)}]}
-    torch.save(two, tmp_path / "two.pt")
-    for other in (two, tmp_path / "two.pt"):
-        found = torchlift.diff(one, other)
-        assert list(found.changed) == ["a.w", "l.1.0"]
-        assert found.compared == 3
-    long = {"deep": {f"k{at}": torch.zeros(100) for at in range(50)}}
-    other = {"deep": {**long["deep"], "k25": torch.ones(100)}}
-    assert list(torchlift.diff(long, other).changed) == ["deep.k25"]
-    assert torchlift.diff({1: 2}, {"1": 2}).equal, "the names of a checkpoint are text"
 
 
 NUMBERS = np.arange(5000.0)
@@ -327,30 +269,6 @@ def test_tolerances_are_for_numbers_that_are_no_tensors_too() -> None:
     assert not torchlift.diff({"a": 1.0}, {"a": math.nan}, rtol=0.5, atol=9.0).equal
 
 
-def test_what_compares_by_raising_is_not_equal() -> None:
-    """An object with a tensor in it, which only its class could compare."""
-
-    @dataclass
-    class Held:
-        values: torch.Tensor
-
-    one = {"x": Held(torch.ones(2))}
-    assert torchlift.diff(one, one).equal
-    assert list(torchlift.diff(one, {"x": Held(torch.ones(2))}).changed) == ["x"]
-
-
-def test_a_difference_of_arrays_can_be_printed_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As text, where JSON has no such value."""
-    for name, number in (("one", 1), ("two", 2)):
-        torch.save({"a": np.array([number]), "l": [b"x", number]}, tmp_path / name)
-    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["changed"]["a"]["object"] == ["[1]", "[2]"]
-    assert found["changed"]["l"]["object"] == [["b'x'", 1], ["b'x'", 2]]
-
-
 def _compared_with_dtensors(folder: str) -> str:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     sharded = torch.distributed.tensor.distribute_tensor(torch.ones(4, 2), mesh)
@@ -366,19 +284,3 @@ def test_dtensors_are_not_compared_with_what_is_whole(tmp_path: Path) -> None:
     """A rank would read beyond its slice, or end in an error of torch's own."""
     (hint,) = torchlift.distributed.on_ranks(1, _compared_with_dtensors, str(tmp_path))
     assert "compare the file" in hint
-
-
-def test_a_nested_tensor_is_not_its_only_part() -> None:
-    """It has one dimension more, whatever its layout; layouts of the same parts are equal."""
-    part = torch.ones(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of a prototype
-        nested = [
-            torch.nested.nested_tensor([part], layout=layout)
-            for layout in (torch.strided, torch.jagged)
-        ]
-    for one in nested:
-        assert not torchlift.diff({"w": one}, {"w": part}).equal
-        assert not torchlift.diff({"w": part}, {"w": one}).equal
-        assert not torchlift.diff({"w": one}, {"w": torch.nested.nested_tensor([2 * part])}).equal
-    assert torchlift.diff({"w": nested[0]}, {"w": nested[1]}).equal

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,77 +56,3 @@ def test_worlds_of_four_ranks_are_slow_but_those_of_loading(marks: dict[str, set
 
 
 # ---- what was skipped
-
-SKIPS = """
-import pytest
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_one(number):
-    if number > 1:
-        pytest.skip("no tool here: install the tool")
-
-@pytest.mark.skip(reason="no machine: use another one")
-def test_two():
-    pass
-"""
-
-
-def test_make_test_ends_with_what_was_skipped(tmp_path: Path) -> None:
-    """Each reason once, with the number of tests. It says how to get the checks."""
-    tmp_path.joinpath("test_a.py").write_text(SKIPS + "pytest.importorskip('no_such_module')")
-    tmp_path.joinpath("test_b.py").write_text(SKIPS)
-    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "test_b.py"]
-    runs = [
-        subprocess.run([*command, *more], cwd=tmp_path, check=True, stdout=subprocess.PIPE).stdout
-        for more in ([], ["test_a.py"])
-    ]
-    logs = tmp_path / "one.log", tmp_path / "two.log"
-    for log, printed in zip(logs, runs, strict=True):
-        log.write_bytes(printed)
-    skipped = ["make", "--no-print-directory", "skipped", f"LOGS={' '.join(map(str, logs))}"]
-    lines = subprocess.check_output(skipped, cwd=ROOT, text=True).splitlines()
-    assert lines[:2] == [
-        "4 skipped: no tool here: install the tool",
-        "2 skipped: no machine: use another one",
-    ]
-    assert lines[2].startswith("1 skipped: could not import 'no_such_module'")
-    assert not lines[3:]
-    recipe = MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
-    assert "skipped LOGS=" in recipe.splitlines()[-1]
-    assert '"-ra"' in ROOT.joinpath("pyproject.toml").read_text("utf-8"), "else pytest lists none"
-
-
-@pytest.mark.parametrize(
-    ("user", "there", "installs", "variables", "shown"),
-    [
-        (0, True, False, {}, ""),
-        (0, False, True, {}, ""),
-        (0, False, False, {}, "no network\nNo browser: "),
-        (1000, False, True, {}, "No browser: "),
-        (0, False, False, {"CI": "true"}, "no network\n::warning title=No browser::No browser: "),
-    ],
-    ids=["there", "installed", "not installed", "not root", "on CI"],
-)
-def test_ci_installs_a_browser_if_it_can_and_goes_on_without(
-    user: int, there: bool, installs: bool, variables: dict[str, str], shown: str, tmp_path: Path
-) -> None:
-    """apt-get is not called if there is one. On CI the warning is shown beside the change."""
-    tools, ci = tmp_path / "bin", tmp_path / ".ci"
-    tools.mkdir()
-    ci.mkdir()
-    shutil.copy(ROOT / ".ci" / "run", ci)
-    for name in ("bash", "dirname", "mkdir", "tail", "timeout", "cp", "env"):
-        tools.joinpath(name).symlink_to(str(shutil.which(name)))
-    installing = f"cp {tools}/make {tools}/chromium" if installs else "echo no network; exit 100"
-    scripts = {"id": f"echo {user}", "make": 'echo "make $*"', "apt-get": installing}
-    for name, script in {**scripts, **({"chromium": ""} if there else {})}.items():
-        tools.joinpath(name).write_text(f"#!{tools}/bash\n{script}\n", "utf-8")
-        tools.joinpath(name).chmod(0o755)
-    command = [str(tools / "bash"), str(ci / "run")]
-    done = subprocess.run(command, env={"PATH": str(tools), **variables}, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    *lines, last = done.stdout.decode().splitlines()
-    assert last == "make test slow"
-    assert "\n".join(lines).startswith(shown)
-    assert bool(lines) == bool(shown)
-    assert tools.joinpath("chromium").exists() == (there or (installs and user == 0))

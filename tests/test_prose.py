@@ -50,29 +50,6 @@ def test_a_bad_sentence_of_a_page_is_found(
     assert capsys.readouterr().out == f"{page}: {wrong}: {sentence}\n"
 
 
-def test_docstrings_comments_and_messages_of_python_are_read(tmp_path: Path) -> None:
-    """Each kind apart; values of an f-string count as a word, and code is no prose."""
-    file = tmp_path / "one.py"
-    file.write_text(
-        '"""Read one file. Of a set, the first one."""\n'
-        "# Where this is a comment; it is bad.\n"
-        "def load(path):\n"
-        '    """Load a file.\n\n'
-        "    Raises:\n"
-        "        ValueError: If the path is no file of torch.\n\n"
-        "    Example:\n"
-        '        >>> text = "a; b; c; d"\n'
-        '    """\n'
-        '    text = "what is no message; at all"\n'
-        '    raise ValueError(f"{path} is no file", hint="What is there is old.")\n'
-    )
-    found = {kind: prose.faults(file, kind) for kind in ("docstrings", "comments", "messages")}
-    assert {kind: len(lines) for kind, lines in found.items()} == {
-        "docstrings": 2, "comments": 1, "messages": 2,
-    }  # fmt: skip
-    assert found["messages"][0].endswith("is no, has no: X is no file")
-
-
 def test_one_bad_sentence_more_than_the_ceiling_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

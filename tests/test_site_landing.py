@@ -14,7 +14,6 @@ import measured_pages
 import notebooks
 import pytest
 import torch
-from device_files import write_tagged
 from torch import nn
 
 import torchlift
@@ -95,21 +94,6 @@ def test_a_way_does_wrong_what_the_table_says(way: str, tmp_path: Path) -> None:
     if torch.equal(model.embed.weight, before):
         wrong.append("optimizer")
     assert measured.WAYS[way][1] == (", ".join(wrong) or "nothing")
-
-
-@pytest.mark.parametrize("way", [name for name in measured.WAYS if name.startswith("torch-")])
-def test_torch_refuses_another_device_and_code_by_an_error(way: str, tmp_path: Path) -> None:
-    """So neither stands in the column of what goes wrong without one."""
-    if torch.cuda.is_available():
-        pytest.skip("every device of the file is here")
-    build, load = LOADS[way]
-    tagged, pickled = tmp_path / "tagged.pt", tmp_path / "pickled.pt"
-    write_tagged(tagged, "cuda:0")
-    torch.save({**Tied().state_dict(), "note": subprocess.Popen}, pickled)
-    with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):
-        load(build(), tagged)
-    with pytest.raises(Exception, match="Weights only load failed"):
-        load(build(), pickled)
 
 
 def test_readme_has_the_measured_table() -> None:

@@ -15,7 +15,6 @@ import pytest
 import recipe_cards
 import recipe_pages
 import torch
-import valid_html
 from docutils import nodes
 from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
@@ -82,68 +81,6 @@ def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
 
 
 # ---- pages
-
-PAGE = """
-In short
---------
-
-::
-
-    the_answer()
-
-.. container:: sphx-glr-script-out
-
-    answered
-
-It is explained.
-
-Proof
------
-
-::
-
-    a_table_of_what_was_measured()
-
-.. raw:: html
-
-    <div class="output_subarea output_html rendered_html output_result">
-    <table><tr><td>measured</td></tr></table>
-    </div>
-    <br />
-
-*What the table says.* More.
-
-.. container:: tl-figure
-
-    .. image:: figure.png
-
-*What the figure shows.*
-
-.. raw:: html
-
-    <div class="output_subarea output_html"><table><tr><td>as it is</td></tr></table></div>
-
-Remembered.
-"""
-
-
-def test_what_is_to_be_looked_at_stands_below_the_answer_with_its_caption() -> None:
-    """The figure, then the table; a table without a caption stays where it was printed."""
-    document = publish_doctree(PAGE, settings_overrides={"doctitle_xform": False})
-    recipe_pages.show_below_answer(document, "a recipe")
-    text = document.astext()
-    order = [
-        *("the_answer", "answered", '<figure class="tl-framed">', "What the figure shows."),
-        *("<table><tr><td>measured", "What the table says. More.", "</figcaption>"),
-        *("It is explained", "Proof", "a_table_of", "<table><tr><td>as it is", "Remembered"),
-    ]
-    places = [text.index(words) for words in order[:6]]
-    places += [text.index(words, places[-1]) for words in order[6:]]
-    assert places == sorted(places)
-    assert text.count("<figure ") == text.count("</figure>") == 2
-    assert text.count("<table>") == 2, "each once"
-    (image,) = document.findall(nodes.image)
-    assert image["alt"] == "What the figure shows."
 
 
 def test_the_title_of_a_page_is_a_link_and_so_is_a_long_beginning_of_one(tmp_path: Path) -> None:
@@ -241,43 +178,3 @@ def test_an_example_begins_with_what_it_imports(room: str) -> None:
 
 
 # ---- what Sphinx and the theme write
-
-
-def test_what_opens_a_branch_of_the_sidebar_has_a_name() -> None:
-    """The name of the page that it belongs to."""
-    there = (
-        '<li><a class="reference internal" href="#">Files</a><details><summary><i></i></summary>'
-    )
-    assert '<summary aria-label="Pages of Files">' in valid_html.with_names(there)
-
-
-@pytest.mark.parametrize(
-    ("text", "mended"),
-    [
-        (
-            '<span class="pre">torch.get_state_dict</span>',
-            '<span class="pre">torch.<wbr>get_<wbr>state_<wbr>dict</span>',
-        ),
-        (
-            '<h2><span class="pre">_orig_mod.__init__</span>: load(model)'
-            '<a href="a_b_c_d_e_f">#</a></h2>',
-            '<h2><span class="pre">_orig_<wbr>mod.__<wbr>init__</span>: load(model)'
-            '<a href="a_b_c_d_e_f">#</a></h2>',
-        ),
-        ('<span class="pre">a.b</span> and no_code.in_sentences', None),
-    ],
-)
-def test_a_long_name_may_go_on_in_the_next_line(text: str, mended: str | None) -> None:
-    """After a dot or an underscore, in code and in headings; an address stays as it is."""
-    found = valid_html.NAMES.sub(lambda names: valid_html.with_breaks(names[0]), text)
-    assert found == (mended or text)
-
-
-def test_parameters_of_a_signature_are_lines_and_no_list() -> None:
-    """Outside of a signature a list stays a list."""
-    text = '<dt class="sig sig-object py"><dl><dd>a</dd></dl></dt><dl><dd>b</dd></dl>'
-    mended = valid_html.SIGNATURE.sub(valid_html.without_lists, text)
-    assert mended == (
-        '<dt class="sig sig-object py"><span class="tl-parameters"><span class="tl-parameter">a'
-        "</span></span></dt><dl><dd>b</dd></dl>"
-    )

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import torchlift
-import torchlift.distributed as ours
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -125,28 +124,3 @@ def test_a_change_shows_in_the_mapping_as_in_a_dict(file: str, tmp_path: Path) -
         assert change.equal
         assert not torchlift.diff(ckpt.state_dict(), path).equal
     assert not content or path.read_bytes() == content
-
-
-def test_an_optimizer_gets_the_values_of_the_file(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    torchlift.save({"optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    other = torch.optim.Adam(model.parameters())
-    with torchlift.open(tmp_path / "run.pt") as ckpt:
-        ckpt["optimizer.state.0.exp_avg"].add_(1)
-        ours.load_optimizer(model, other, ckpt)
-    expected = optimizer.state[model.weight]["exp_avg"]
-    assert torch.equal(other.state[model.weight]["exp_avg"], expected)
-
-
-def test_a_closed_checkpoint_is_refused_by_every_function(tmp_path: Path) -> None:
-    path = FILES["torch file"](tmp_path)
-    ckpt = torchlift.open(path)
-    ckpt.close()
-    for use in ("convert", "save", "digest", "stats", "pickle"):
-        with pytest.raises(torchlift.CheckpointError, match="closed"):
-            USES[use](ckpt, tmp_path)
-    with pytest.raises(torchlift.CheckpointError, match="closed"):
-        torchlift.diff(ckpt, path)

@@ -112,38 +112,6 @@ def test_parts_of_parts_are_those_of_torch(order: list[int], changes: list[Any])
     assert gathered(part) == expected.flatten().tolist()
 
 
-def test_columns_of_experts_are_one_request() -> None:
-    """However many matrices there are: the distance of their rows is the same from one to the next.
-
-    So are those that lie in a file one behind the other, and apart in memory.
-    """
-    whole = entry((4, 6, 5))
-    (columns,) = rows(narrowed(whole, [[(0, 4)], [(0, 6)], [(2, 4)]]))
-    assert columns == ("f", 2, 0, 2, 24, 5, 2)
-    (apart,) = rows(whole, (54, 9, 1))
-    assert apart == ("f", 0, 0, 5, 24, 5, 9)
-    assert runs_of(narrowed(whole, [[(0, 4)], [(1, 6)], [(2, 4)]])).number == 4
-
-
-def test_a_part_of_a_part_is_a_part() -> None:
-    """Cutting twice gives what cutting once would have."""
-    first = narrowed(entry((4, 6, 5)), [[(1, 4)], [(0, 3), (5, 6)], [(0, 5)]])
-    twice = narrowed(first, [[(1, 3)], [(2, 4)], [(1, 2)]])
-    assert gathered(twice) == positions((30, 5, 1), [[(2, 4)], [(2, 3), (5, 6)], [(1, 2)]])
-
-
-def test_rows_are_one_run_and_the_whole_is_itself() -> None:
-    """What is contiguous in the file stays a view of it; a whole tensor keeps its storage."""
-    whole = entry((4, 6, 5))
-    rows = narrowed(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
-    assert not rows.needs_assembly
-    assert (rows.chunks[0].offset, rows.chunks[0].nbytes) == (30, 60)
-    assert narrowed(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
-    assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
-    scalar = entry(())
-    assert narrowed(scalar, []) is scalar
-
-
 @pytest.mark.parametrize("mesh", [(2, 3), (3, 2)])
 @pytest.mark.parametrize("size", range(1, 14))
 def test_data_parallel_shards_over_tensor_parallel_ones_are_torchs(

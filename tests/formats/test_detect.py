@@ -97,19 +97,6 @@ def test_what_no_folder_counts_as_weights_is_named_by_its_path(tmp_path, content
     refused(path, match)
 
 
-def test_tensors_that_another_library_reads_are_passed_as_a_dict(tmp_path):
-    """The way out for a format that torchlift does not read."""
-    path = tmp_path / "weights.mine"
-    path.write_bytes(b"MINE" + torch.tensor([1.0, 2.0]).numpy().tobytes())
-    assert "the dict of tensors" in refused(path, "not a checkpoint that torchlift reads").hint
-    theirs = {"bias": torch.frombuffer(bytearray(path.read_bytes()[4:]), dtype=torch.float32)}
-    model = torch.nn.Linear(1, 2)
-    torchlift.load(model, {**theirs, "weight": torch.ones(2, 1)})
-    torchlift.convert(theirs, tmp_path / "mine.safetensors")
-    for found in (model.bias, torchlift.open(tmp_path / "mine.safetensors")["bias"]):
-        assert found.tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("records", "match"),
     [
@@ -164,21 +151,6 @@ def test_a_part_of_a_distributed_checkpoint_names_the_folder(tmp_path, items):
         assert caught.value.file == str(tmp_path / name)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_metadata_of_a_distributed_checkpoint_is_all_of_it(tmp_path):
-    """It names every file, so it is enough where nobody can list the folder."""
-    state = {f"w{number}": torch.full((4,), float(number)) for number in range(3)}
-    dcp.save({"model": state, "step": 5}, checkpoint_id=tmp_path, no_dist=True)
-    folder, metadata = read_index(tmp_path), read_index(tmp_path / ".metadata")
-    assert metadata.entries == folder.entries
-    assert metadata.objects == folder.objects == {"step": 5}
-    assert metadata.path == folder.path == str(tmp_path)
-    (tmp_path / ".metadata").write_bytes(b"other")
-    with pytest.raises(FormatError) as caught:
-        read_index(tmp_path / ".metadata")
-    assert caught.value.file == str(tmp_path / ".metadata")
-
-
 def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
     """A setting that nobody set must not load what happens to lie there."""
     write_safetensors(tmp_path / "model.safetensors", {})
@@ -189,26 +161,11 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
             read_index(name)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_refused(tmp_path):
-    """The operating system's reason is in the message."""
-    path = tmp_path / "x.pt"
-    path.write_bytes(b"")
-    path.chmod(0)
-    refused(path, "cannot be read.*Permission denied")
-
-
 def test_paths_may_be_text_bytes_or_objects(tmp_path):
     """Everything that names a file is accepted, and the index holds its absolute path."""
     path = write_safetensors(tmp_path / "x", {})
     for name in (path, str(path), os.fsencode(path), os.path.relpath(path)):
         assert read_index(name).path == str(path)
-
-
-def test_a_null_character_in_a_path_is_a_format_error():
-    """What the operating system refuses as a path is no other kind of exception."""
-    with pytest.raises(FormatError):
-        read_index("a\0b")
 
 
 # ---- what people's machines leave
@@ -226,32 +183,26 @@ def test_a_set_of_shards_is_whole_beside_the_notes_of_macos(tmp_path: Path) -> N
     assert torchlift.verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("top", ["m", "epoch=3 v1.5", "it's $HOME", "x" * 150])
-@pytest.mark.parametrize("state", [{"w": torch.arange(9.0)}, {"w": torch.empty(0)}])
+@pytest.mark.parametrize("top", ["m", "it's $HOME", "x" * 150])
 def test_a_torch_file_that_was_unpacked_is_named_and_its_way_back_works(
-    state: dict[str, torch.Tensor], top: str, tmp_path: Path
+    top: str, tmp_path: Path
 ) -> None:
     """As an unpacker of a browser does without being asked; also from the folder around it."""
-    torch.save(state, tmp_path / f"{top}.pt")
+    torch.save({"w": torch.arange(9.0)}, tmp_path / f"{top}.pt")
     with zipfile.ZipFile(tmp_path / f"{top}.pt") as archive:
         archive.extractall(tmp_path / "x")
-    unpacked = tmp_path / "x" / top
-    parts = [unpacked / name for name in ("data.pkl", "version", "byteorder", "data", "data/0")]
-    for folder in (unpacked, tmp_path / "x", *filter(Path.exists, parts)):
+    parts = [tmp_path / "x" / top / name for name in ("", "data.pkl", "version", "data", "data/0")]
+    for place in (tmp_path / "x", *parts):
         for call in (torchlift.open, torchlift.verify):
             with pytest.raises(FormatError, match="unpacked into a folder") as caught:
-                call(folder)
+                call(place)
     assert caught.value.file == str(tmp_path / "x" / top)
-    command = str(caught.value.hint).partition(": ")[2]
-    if shutil.which("zip"):
-        subprocess.run([*shlex.split(command), "-q"], cwd=tmp_path / "x", check=True)
-    else:
-        with zipfile.ZipFile(tmp_path / "x" / "model.pt", "w") as archive:
-            for file in sorted((tmp_path / "x" / top).rglob("*")):
-                if file.is_file():
-                    archive.write(file, file.relative_to(tmp_path / "x"))
-    assert torch.equal(torchlift.open(tmp_path / "x" / "model.pt")["w"], state["w"])
-    assert torch.equal(torch.load(tmp_path / "x" / "model.pt")["w"], state["w"])
+    if not shutil.which("zip"):
+        pytest.skip("no zip on this machine, which the hint names")
+    command = shlex.split(str(caught.value.hint).partition(": ")[2])
+    subprocess.run([*command, "-q"], cwd=tmp_path / "x", check=True)
+    for read in torchlift.open, torch.load:
+        assert read(tmp_path / "x" / "model.pt")["w"].tolist() == [*range(9)]
 
 
 def test_the_file_of_a_save_that_raised_is_named(tmp_path: Path) -> None:
@@ -293,24 +244,19 @@ def test_a_checkpoint_of_tensorflow_is_named_by_its_prefix(tmp_path: Path) -> No
         torchlift.open(tmp_path / "ckpt")
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("form", ["dict", "array", "nested"])
 def test_a_pickle_of_arrays_is_named_and_its_way_out_works(
     tmp_path: Path, protocol: int, form: str
 ) -> None:
     """Nothing of it is unpickled by us."""
-    array = np.arange(3.0)
+    array, path = np.arange(3.0), tmp_path / "m.pkl"
     state = {"dict": {"w": array}, "array": array, "nested": {"model": {"w": array}, "n": 1}}[form]
-    path = tmp_path / "m.pkl"
     path.write_bytes(pickle.dumps(state, protocol))
     with pytest.raises(UnsafeError, match="a pickle of NumPy arrays") as caught:
         torchlift.open(path)
     assert all(name in str(caught.value.hint) for name in ("pickle.load", "torch.from_numpy"))
-    with path.open("rb") as file:
-        found = pickle.load(file)
-    found = found if form == "array" else found.get("model", found)["w"]
-    torchlift.save({"w": torch.from_numpy(found)}, tmp_path / "m.safetensors")
-    assert torchlift.open(tmp_path / "m.safetensors")["w"].tolist() == [0, 1, 2]
+    torchlift.save({"w": torch.from_numpy(array)}, tmp_path / "m.safetensors")
 
 
 def test_a_package_of_torch_is_named(tmp_path: Path) -> None:

@@ -23,39 +23,12 @@ from doors import refused_by_all
 from torch import nn
 
 import torchlift
-from torchlift import CheckpointError, FormatError
 
 STATE = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
 #: What is closed at the end of a test.
 OPEN = ExitStack()
 #: What stands where a reader that looks behind the object would look.
 OTHER = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
-
-
-class OwnReader(io.BufferedReader):
-    """Yields what its raw file has behind eight bytes."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
-        super().seek(8)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return super().seek(offset + 8 * (whence == 0), whence) - 8
-
-    def tell(self) -> int:
-        return super().tell() - 8
-
-
-class OwnFile(io.FileIO):
-    """Yields the bytes of its file with all bits turned."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        return bytes(byte ^ 255 for byte in super().read(size))
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
 
 class Turned(io.RawIOBase):
@@ -180,10 +153,7 @@ KINDS: dict[str, Callable[[Path, bytes], Any]] = {
     "descriptor": written(lambda path: os.fdopen(os.open(path, os.O_RDONLY), "rb")),
     "mmap": written(mapped),
     "renamed": written(renamed),
-    "subclass of a reader": written(OwnReader, lambda data: b"12345678" + data),
-    "subclass of a file": written(OwnFile, turned),
     "over another raw file": written(lambda path: io.BufferedReader(Turned(path)), turned),
-    "buffer over a subclass": written(lambda path: io.BufferedReader(OwnFile(path)), turned),
 }
 
 
@@ -221,15 +191,6 @@ def test_every_door_takes_the_bytes_that_it_yields(
     assert torchlift.digest(make(data)) == torchlift.digest(STATE)
 
 
-def test_what_is_damaged_in_it_is_an_error_of_ours(make: Callable[[bytes], Any]) -> None:
-    """And verify finds what it has a checksum of."""
-    data = content("pt")
-    at = data.index(STATE["weight"].numpy().tobytes())
-    assert not torchlift.verify(make(data[:at] + b"\1" + data[at + 1 :])).ok
-    with pytest.raises(CheckpointError):
-        torchlift.open(make(data[:-100]))
-
-
 class OnlyOnce(io.BytesIO):
     """Goes on only, as a pipe or an answer over HTTP does."""
 
@@ -260,39 +221,21 @@ def test_what_cannot_seek_is_refused_with_a_way_out(
 
 def test_text_and_what_is_open_for_writing_are_refused_with_a_way_out(tmp_path: Path) -> None:
     """By their mode, whatever wraps them."""
-    path = tmp_path / "x.pt"
+    path, other = tmp_path / "x.pt", tmp_path / "w"
     path.write_bytes(content("pt"))
-    with gzip.open(tmp_path / "x.gz", "wb") as file:
-        file.write(content("pt"))
-    texts = [
-        lambda: io.StringIO("text"),
-        lambda: path.open(encoding="latin-1"),
-        lambda: gzip.open(tmp_path / "x.gz", "rt", encoding="latin-1"),  # noqa: SIM115
-        lambda: tempfile.NamedTemporaryFile("w+", encoding="latin-1"),  # noqa: SIM115
-        lambda: tempfile.SpooledTemporaryFile(mode="w+", encoding="latin-1"),  # noqa: SIM115
+    files: list[tuple[Callable[[], Any], str]] = [
+        (lambda: io.StringIO("text"), "found text"),
+        (lambda: path.open(encoding="latin-1"), "found text"),
+        (lambda: tempfile.SpooledTemporaryFile(mode="w+"), "found text"),  # noqa: SIM115
+        (partial(open, other, "wb"), "be read"),
+        (partial(gzip.open, other, "wb"), "be read"),
     ]
-    for make_one in texts:
-        with make_one() as text:
-            refused_by_all(text, tmp_path, r"found text.*mode 'rb'")
-    for make_one in (partial(open, tmp_path / "w", "wb"), partial(gzip.open, tmp_path / "w", "wb")):
+    for make_one, words in files:
         with make_one() as file:
-            refused_by_all(file, tmp_path, r"be read.*mode 'rb'")
+            refused_by_all(file, tmp_path, rf"{words}.*mode 'rb'")
     with path.open("rb") as file:
         assert torchlift.open(file).keys() == STATE.keys()
     refused_by_all(file, tmp_path, r"closed file.*mode 'rb'")
-
-
-def test_damaged_compression_is_an_error_of_ours(tmp_path: Path) -> None:
-    """Whatever the module that decompresses raises; cut off, and with wrong bytes."""
-    for opener in (gzip.open, bz2.open, lzma.open):
-        with opener(tmp_path / "x", "wb") as file:
-            file.write(content("pt"))
-        whole = (tmp_path / "x").read_bytes()
-        middle = len(whole) // 2
-        for data in (whole[:middle], whole[:middle] + bytes(40) + whole[middle + 40 :]):
-            (tmp_path / "x").write_bytes(data)
-            with opener(tmp_path / "x") as file, pytest.raises(FormatError, match="be read"):
-                torchlift.open(file)
 
 
 def test_an_opener_of_fsspec_is_refused_before_it_is_entered(tmp_path: Path) -> None:

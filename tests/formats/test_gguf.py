@@ -123,74 +123,53 @@ def test_the_first_part_s_path_is_the_model(tmp_path: Path, options: dict[str, b
     assert len(parts) > 2
     for place in (parts[0], tmp_path):
         with torchlift.open(place) as ckpt:
-            assert ckpt.format == "gguf"
-            assert ckpt.path == str(place)
-            assert ckpt.metadata["general.name"] == "tiny"
+            assert (ckpt.format, ckpt.path) == ("gguf", str(place))
             assert not [name for name in ckpt.metadata if name.startswith("split.")]
         assert torchlift.diff(place, whole).equal
         assert torchlift.verify(place).ok
-        assert torchlift.digest(place) == torchlift.digest(whole)
         torchlift.convert(place, tmp_path / "out" / "x.safetensors", overwrite=True)
-        assert torchlift.diff(tmp_path / "out" / "x.safetensors", whole).equal
-        model = nn.ParameterDict({key: torch.zeros(1, 512) for key in whole})
-        torchlift.load(model, place)
-        assert torch.equal(model["w4"], whole["w4"])
-    with open(parts[0], "rb") as file:
-        assert len(torchlift.open(file)) == 5
+        assert torchlift.digest(tmp_path / "out" / "x.safetensors") == torchlift.digest(whole)
     with serving(tmp_path) as server:
         assert torchlift.diff(server.url(parts[0].name), whole).equal
-        with pytest.raises(FormatError, match="part 2 of"):
-            torchlift.open(server.url(parts[1].name))
 
 
 def test_another_part_of_a_model_is_named_and_the_hint_leads_to_the_first(tmp_path: Path) -> None:
-    """By path, as bytes, under another name, and alone in a folder; a missing part is named."""
+    """By path, as bytes, and under another name; a missing part is named."""
     parts = write_parts(tmp_path)
     (tmp_path / "x").mkdir()
     renamed = tmp_path / "x" / "first.gguf"
     renamed.write_bytes(parts[0].read_bytes())
-    for place, number in [
-        (parts[1], 2),
-        (io.BytesIO(parts[0].read_bytes()), 1),
-        (io.BytesIO(parts[2].read_bytes()), 3),
-        (renamed, 1),
-        (renamed.parent, 1),
-    ]:
+    for place, number in (parts[1], 2), (io.BytesIO(parts[2].read_bytes()), 3), (renamed, 1):
         for door in (torchlift.open, lambda x: torchlift.convert(x, tmp_path / "x.pt")):
             with pytest.raises(FormatError) as caught:
                 door(place)
             assert f"part {number} of 3" in caught.value.reason
             first = re.findall(r"\S+-00001-of-00003\.gguf", str(caught.value.expected))[0]
-    assert not (tmp_path / "x.pt").exists()
+    start = first.partition("-")[0]
     for part in parts:  # as the hint says
-        (renamed.parent / part.name.replace("m-", first.partition("-")[0] + "-")).write_bytes(
-            part.read_bytes()
-        )
+        name = part.name.replace("m-", f"{start}-")
+        (renamed.parent / name).write_bytes(part.read_bytes())
     assert len(torchlift.open(renamed.parent / first)) == 5
-    for at, part in enumerate(parts):
+    for part in parts:
         part.rename(tmp_path / "away")
-        for place in (*parts[:at][:1], tmp_path):
-            with pytest.raises(FormatError) as caught:
-                torchlift.open(place)
-            assert caught.value.entry == part.name
+        with pytest.raises(FormatError) as caught:
+            torchlift.open(tmp_path)
+        assert caught.value.entry == part.name
         (tmp_path / "away").rename(part)
 
 
 def test_parts_of_two_models_are_not_joined(tmp_path: Path) -> None:
-    """A part under another one's name, and a part of a set with another number of tensors."""
-    parts, good = write_parts(tmp_path), {}
-    (tmp_path / "other").mkdir()
-    other = write_parts(tmp_path / "other", small_first_shard=True)
-    good = {part: part.read_bytes() for part in parts}
-    for at, content in [(1, good[parts[2]]), (2, good[parts[1]]), (1, other[1].read_bytes())]:
-        parts[at].write_bytes(content)
-        for place in (parts[0], tmp_path):
-            with pytest.raises(FormatError) as caught:
-                torchlift.open(place)
-            assert caught.value.entry == parts[at].name or len(other) != len(parts)
-        parts[at].write_bytes(good[parts[at]])
+    """A part under another one's name, and a complete model in its place."""
+    parts = write_parts(tmp_path)
+    good = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    for place in (parts[0], tmp_path):
+        with pytest.raises(FormatError) as caught:
+            torchlift.open(place)
+        assert caught.value.entry in (parts[0].name, parts[1].name)
+    parts[1].write_bytes(good)
     assert len(torchlift.open(tmp_path)) == 5
-    write(parts[1], "Q8_0")  # a complete model
+    write(parts[1], "Q8_0")
     with pytest.raises(FormatError) as caught:
         torchlift.open(parts[0])
     assert caught.value.entry in (parts[0].name, parts[1].name)

@@ -80,27 +80,6 @@ def test_boxes_are_accepted_if_they_hold_each_element_once(
     assert all((error.expected, error.found, error.hint))
 
 
-@pytest.mark.parametrize("other", [("float16", (4,)), ("int8", (5,)), ("int8", (4, 1))])
-def test_files_that_disagree_are_named(other: tuple[str, tuple[int, ...]]) -> None:
-    """A file without an element of the tensor still says what it is."""
-    first, *rest = pieces((4,), [((0,), (4,))])
-    odd = Piece("w", *other, "odd", None)
-    with pytest.raises(FormatError, match="different shapes or dtypes") as caught:
-        assemble([first, *rest, odd], Budget())
-    assert "in empty" in str(caught.value.found)
-    assert f"{other[0]} {list(other[1])} in odd" in str(caught.value.found)
-
-
-def test_a_shape_may_grow_with_the_pieces() -> None:
-    """Slices of safetensors do not record the shape of their tensor."""
-    found = pieces((2, 3), [((0, 0), (2, 3))])[1:] + pieces((4, 3), [((2, 0), (2, 3))])[1:]
-    assert assemble(found, Budget(), grows=True).shape == (4, 3)
-    with pytest.raises(FormatError, match="different shapes"):
-        assemble(found, Budget())
-    with pytest.raises(FormatError, match="missing"):
-        assemble(found[1:], Budget(), grows=True)
-
-
 def test_of_thousands_of_pieces_an_overlap_is_found_without_comparing_all() -> None:
     """The pair may stay unnamed, but the tensor is refused."""
     rows = [((at, 0), (1, 1)) for at in range(3000)]

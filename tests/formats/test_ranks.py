@@ -18,17 +18,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from doors import refused_by_all
-from rank_files import Described, Era, make_model, save_mesh, save_ranks, torch_file
+from rank_files import Described, Era, make_model, save_ranks, torch_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import torchlift
 from torchlift import remap
 from torchlift.distributed import CheckpointReader, on_ranks
-from torchlift.errors import CheckpointError, FormatError, MismatchError
+from torchlift.errors import CheckpointError, FormatError
 
 FSDP, SLICES = ["fsdp", "placed"], ["slices", "buckets", "holes"]
 
@@ -65,23 +62,17 @@ def test_the_slices_of_all_ranks_are_whole_tensors(saved: Path, name: str, tmp_p
     place, whole = saved / name, whole_of(saved, name)
     with torchlift.open(place) as ckpt:
         assert ckpt.format == "sharded"
-        assert not ckpt.blocked
         assert not ckpt.blocked_keys
-        require_equal(ckpt, whole)
-        require_equal(pickle.loads(pickle.dumps(ckpt)), whole)
-        require_equal(ckpt.tree(), whole)
-        assert ckpt.stats("0.weight").mean == pytest.approx(whole["0.weight"].mean().item())
+        for found in (ckpt, pickle.loads(pickle.dumps(ckpt)), ckpt.tree()):
+            require_equal(found, whole)
     model = make_model()
     extra = [key for key in whole if key not in model.state_dict()]
-    torchlift.plan(model, place, allow_unexpected=extra)
     torchlift.load(model, place, allow_unexpected=extra)
     require_equal(model.state_dict(), {k: v for k, v in whole.items() if k not in extra})
-    for target in ("a.safetensors", "a.pt", "b.safetensors.index.json"):
+    for target in ("a.safetensors", "a.pt"):
         made = tmp_path / target
         torchlift.convert(place, made, exclude=["optimizer.*"] if name == "fsdp" else [])
-        require_equal(torchlift.open(made), whole)
-    assert torchlift.open(tmp_path / "a.safetensors").metadata.keys() <= {"format"}
-    assert torchlift.digest(tmp_path / "a.pt") == torchlift.digest(whole)
+        assert torchlift.digest(made) == torchlift.digest(whole)
     assert torchlift.verify(place).ok
     state = {key: torch.zeros_like(value) for key, value in whole.items()}
     with warnings.catch_warnings():
@@ -111,48 +102,6 @@ def test_the_optimizer_of_all_ranks_is_beside_the_model(saved: Path, tmp_path: P
         require_equal({f"{n}.{k}": v for n in state for k, v in state[n].items()}, moments)
 
 
-@pytest.mark.distributed
-def test_a_rank_s_own_state_is_not_joined(saved: Path) -> None:
-    """Of generators and the like each rank has its own: its file is opened by its own path."""
-    assert not [key for key in torchlift.open(saved / "fsdp").objects if "rank" in key]
-    for rank in range(2):
-        path = saved / "fsdp" / f"extra_state_world_size_2_rank_{rank}.pt"
-        assert torchlift.open(path).objects["rank"] == rank
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_every_way_to_lie_on_a_mesh_of_two_dimensions(tmp_path: Path) -> None:
-    """Replicas of shards, both dimensions, one twice, and FSDP over tensor parallel."""
-    on_ranks(4, save_mesh, str(tmp_path))
-    whole = torch.load(tmp_path / "whole.pt")
-    for name in ("mesh", "slices"):
-        require_equal(torchlift.open(tmp_path / name), whole)
-
-
-def _load_shards(folder: str) -> None:
-    """Load into a model that is sharded as the one that was saved, and into its optimizer."""
-    model, whole = make_model(), torch.load(Path(folder, "whole.pt"))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torchlift.load(model, Path(folder, "fsdp"))
-    torchlift.load_optimizer(model, optimizer, Path(folder, "fsdp"))
-    state = {
-        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()
-    }
-    require_equal(state, {key: whole[key] for key in state})
-    moments = torch.load(Path(folder, "moments.pt"))
-    for number, each in optimizer.state_dict()["state"].items():
-        assert torch.equal(each["exp_avg"].full_tensor(), moments[f"{number}.exp_avg"])
-
-
-@pytest.mark.distributed
-def test_ranks_load_their_own_slices(saved: Path) -> None:
-    """Of the files of all ranks each reads what it needs."""
-    on_ranks(2, _load_shards, str(saved))
-
-
 MESHES: dict[str, Callable[[Era], tuple[list[object], list[int]]]] = {
     "rows and columns": lambda era: (
         [era.placed("Shard", dim=0), era.placed("Shard", dim=1)], [2, 3],
@@ -172,25 +121,19 @@ def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str
     """Their classes had other modules, and meshes were tensors of ranks."""
     classes = Era(era)
     placements, mesh = MESHES[name](classes)
-    whole, count = torch.arange(12 * 6.0).view(12, 6), torch.Size(mesh).numel()
+    whole, count, changed = torch.arange(12 * 6.0).view(12, 6), torch.Size(mesh).numel(), {}
+    if name == "in another order":
+        entry = Described(classes.kinds["ShardOrderEntry"], None, 0, (1, 0))
+        changed = {"shard_order": (entry,)}
     for rank in range(count):
         at = [rank // mesh[-1], rank % mesh[-1]][-len(mesh) :]
-        local = whole
-        changed = {}
-        if name == "in another order":
-            entry = Described(classes.kinds["ShardOrderEntry"], None, 0, (1, 0))
-            changed = {"shard_order": (entry,)}
-        if name in (
-            "strided",
-            "in another order",
-        ):  # sharded by the second dimension of the mesh, then by the first
-            local = whole.chunk(3)[at[1]].chunk(2)[at[0]]
+        if name == "more ranks than rows":
+            local = whole.chunk(16)[rank] if rank < 12 else whole[:0]
         elif name == "rows and columns":
             local = whole.chunk(2)[at[0]].chunk(3, 1)[at[1]]
-        elif name == "replicas of rows":
+        else:  # sharded by the second dimension of the mesh, and then by the first
             local = whole.chunk(3)[at[1]]
-        else:
-            local = whole.chunk(16)[rank] if rank < 12 else whole[:0]
+            local = local if name == "replicas of rows" else local.chunk(2)[at[0]]
         made = classes.dtensor(local.clone(), whole.shape, placements, mesh, at, changed)
         path = tmp_path / f"model_world_size_{count}_rank_{rank}.pt"
         classes.save(path, {"w": made, "tied": made})
@@ -201,69 +144,44 @@ def test_dtensors_of_older_versions_are_read(tmp_path: Path, era: int, name: str
         assert state["w"].data_ptr() == state["tied"].data_ptr()
 
 
-def test_a_slice_of_all_is_a_tensor(tmp_path: Path) -> None:
-    """What one process saved, or what all ranks have, needs no folder."""
-    era, whole = Era(), torch.arange(6.0).view(3, 2)
-    replica = era.dtensor(whole, whole.shape, [era.placed("Replicate")], [4], [3])
-    path = era.save(tmp_path / "any.pt", {"w": replica})
-    assert torch.equal(torchlift.open(path)["w"], whole)
-    era.save_rows(tmp_path / "one", whole, 1)
-    for place in (tmp_path / "one", tmp_path / "one" / "model_world_size_1_rank_0.pt"):
-        assert torch.equal(torchlift.open(place)["w"], whole)
-
-
 # -- what one rank has, by itself
 
 
 def test_one_rank_s_slice_is_never_taken_for_the_whole(tmp_path: Path) -> None:
     """A file of one rank is opened for what it is; the hint leads to the whole tensors."""
     era, whole = Era(), torch.arange(8.0).view(4, 2)
-    folder = era.save_rows(tmp_path / "d", whole)
-    first, second = sorted(folder.iterdir())
-    shutil.copy(first, tmp_path / "x.pt")
-    (tmp_path / "more").mkdir()
-    era.save(tmp_path / "more" / "half.pt", {"model": {"w": whole}, "optimizer": {"s": era.dtensor(
-        whole[:2], whole.shape, [era.placed("Shard", dim=0)], [2], [0])}})  # fmt: skip
-    model = torch.nn.Module()
+    first, second = sorted(era.save_rows(tmp_path / "d", whole).iterdir())
+    model, dtensor = torch.nn.Module(), torch.distributed.tensor.DTensor
     model.w = torch.nn.Parameter(torch.zeros(2, 2))
-    doors: dict[str, Callable[[Any], Any]] = {
-        "a key": lambda path: torchlift.open(path)["w"],
-        "get": lambda path: torchlift.open(path).get("w"),
-        "tree": lambda path: torchlift.open(path).tree(),
-        "root": lambda path: torchlift.open(path, root="w"),
-        "allowed": lambda path: torchlift.open(
-            path, allow_classes=[torch.distributed.tensor.DTensor]
-        )["w"],
-        "load": lambda path: torchlift.load(model, path),
-        "lenient": lambda path: torchlift.load(model, path, strict=False),
-        "plan": lambda path: torchlift.plan(model, path),
-        "convert": lambda path: torchlift.convert(path, tmp_path / "to.safetensors"),
-        "torch": lambda path: torchlift.convert(path, tmp_path / "to.pt"),
-        "digest": torchlift.digest,
-    }
-    for path in (first, second, tmp_path / "x.pt", io.BytesIO(first.read_bytes())):
-        for name, door in doors.items():
-            if isinstance(path, io.BytesIO):
-                path.seek(0)
+    doors: list[Callable[[Any], Any]] = [
+        lambda path: torchlift.open(path)["w"],
+        lambda path: torchlift.open(path).get("w"),
+        lambda path: torchlift.open(path).tree(),
+        lambda path: torchlift.open(path, root="w"),
+        lambda path: torchlift.open(path, allow_classes=[dtensor])["w"],
+        lambda path: torchlift.load(model, path),
+        lambda path: torchlift.load(model, path, strict=False),
+        lambda path: torchlift.load(model, [first, path]),
+        lambda path: torchlift.plan(model, path),
+        lambda path: torchlift.convert(path, tmp_path / "to.safetensors"),
+        torchlift.digest,
+    ]
+    for path in (first, second, shutil.copy(first, tmp_path / "x.pt")):
+        for door in doors:
             with pytest.raises(FormatError, match="one rank's slice of this tensor") as caught:
                 door(path)
-            assert "Open the folder with the files of all N ranks" in str(caught.value.hint), name
-    for both in ([first, second], [second, first]):
-        with pytest.raises(FormatError, match="one rank's slice of this tensor"):
-            torchlift.convert(both, tmp_path / "to.safetensors")
-        with pytest.raises(FormatError, match="one rank's slice of this tensor"):
-            torchlift.load(model, both)
+            assert "Open the folder with the files of all N ranks" in str(caught.value.hint)
     assert not model.w.any()
     assert not list(tmp_path.glob("to.*"))
-    assert not torchlift.diff(first, second).equal or torchlift.diff(first, second).blocked
-    assert "needs the slices of the other ranks" in str(torchlift.open(first))
     # The way out: by their names, in one folder.
     (tmp_path / "out").mkdir()
     shutil.move(second, tmp_path / "out" / "model_world_size_2_rank_1.pt")
     shutil.move(tmp_path / "x.pt", tmp_path / "out" / "model_world_size_2_rank_0.pt")
     assert torch.equal(torchlift.open(tmp_path / "out")["w"], whole)
     # What is whole in a file beside slices stays usable.
-    assert torch.equal(torchlift.open(tmp_path / "more" / "half.pt", root="model")["w"], whole)
+    shard = era.dtensor(whole[:2], whole.shape, [era.placed("Shard", dim=0)], [2], [0])
+    half = era.save(tmp_path / "half.pt", {"model": {"w": whole}, "optimizer": {"s": shard}})
+    assert torch.equal(torchlift.open(half, root="model")["w"], whole)
 
 
 @pytest.mark.distributed
@@ -294,15 +212,15 @@ def test_one_slice_of_safetensors_is_never_taken_for_the_whole(saved: Path, tmp_
 @pytest.mark.parametrize("lost", range(3))
 def test_a_rank_that_is_missing_is_named(tmp_path: Path, lost: int) -> None:
     """The names of the others say how many there were; so of an optimizer's files."""
-    folder = Era().save_rows(tmp_path / "d", torch.zeros(6, 2), 3)
-    (folder / f"model_world_size_3_rank_{lost}.pt").unlink()
-    with pytest.raises(FormatError, match="a rank's file is missing") as caught:
-        torchlift.open(folder)
-    assert caught.value.entry == f"model_world_size_3_rank_{lost}.pt"
-    whole = Era().save_rows(tmp_path / "e", torch.zeros(6, 2), 3)
-    torch_file(whole, "optim", lost, 3, {"state": {}})
+    whole = Era().save_rows(tmp_path / "d", torch.zeros(6, 2), 3)
+    file = torch_file(whole, "optim", lost, 3, {"state": {}})
     with pytest.raises(FormatError, match="2 rank's files are missing"):
         torchlift.open(whole)
+    file.unlink()
+    (whole / f"model_world_size_3_rank_{lost}.pt").unlink()
+    with pytest.raises(FormatError, match="a rank's file is missing") as caught:
+        torchlift.open(whole)
+    assert caught.value.entry == f"model_world_size_3_rank_{lost}.pt"
 
 
 def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
@@ -322,26 +240,16 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     era = Era()
     folder = era.save_rows(tmp_path / "d", torch.zeros(8, 2), 4)
     era.save_rows(folder, torch.zeros(8, 2), 2)
-    with pytest.raises(FormatError, match="the files are of several saves") as caught:
+    with pytest.raises(FormatError, match="the files are of several saves"):
         torchlift.open(folder)
     for path in folder.glob("model_world_size_4_*"):
         path.unlink()  # as the hint says
     assert torchlift.open(folder)["w"].shape == (8, 2)
-    (folder / "model_world_size_2_rank_7.pt").write_bytes(b"x")
-    with pytest.raises(FormatError, match="the files are of several saves"):
-        torchlift.open(folder)
-    assert "several saves" in str(caught.value)
-    for name, other in {
-        "shape": torch.zeros(9, 2), "dtype": torch.zeros(8, 2, dtype=torch.half),
-        "dims": torch.zeros(8),
-    }.items():  # fmt: skip
-        mixed = era.save_rows(tmp_path / name, torch.zeros(8, 2))
-        era.save_rows(tmp_path / f"{name}2", other)
-        shutil.copy(tmp_path / f"{name}2" / "model_world_size_2_rank_1.pt", mixed)
-        with pytest.raises(
-            FormatError, match="the files have different shapes or dtypes of a tensor"
-        ) as caught:
-            torchlift.open(mixed)
+    for other in torch.zeros(9, 2), torch.zeros(8, 2, dtype=torch.half), torch.zeros(8):
+        era.save_rows(tmp_path / "other", other)
+        shutil.copy(tmp_path / "other" / "model_world_size_2_rank_1.pt", folder)
+        with pytest.raises(FormatError, match="different shapes or dtypes of a tensor") as caught:
+            torchlift.open(folder)
         assert caught.value.entry == "w"
 
 
@@ -377,41 +285,14 @@ def test_a_layout_that_nobody_knows_is_refused_by_name(tmp_path: Path, name: str
         torchlift.open(tmp_path / "d" / "model_world_size_2_rank_0.pt")["w"]
 
 
-def test_a_local_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Its place in the mesh, or its shape, would show other numbers."""
-    era = Era()
-    for name, at in {"shape": [0], "outside": [2], "another": [0, 0]}.items():
-        made = era.dtensor(torch.zeros(3, 2), (4, 2), [era.placed("Shard", dim=0)], [2], at)
-        for rank in range(2):
-            era.save(tmp_path / name / f"model_world_size_2_rank_{rank}.pt", {"w": made})
-        with pytest.raises(FormatError, match="the layout of a DTensor is unknown"):
-            torchlift.open(tmp_path / name)
-
-
-@pytest.mark.distributed
-def test_partial_sums_that_torch_saved_are_refused(saved: Path) -> None:
-    """Each rank has a summand."""
-    with pytest.raises(FormatError, match=r"shards or replicas: not Partial") as caught:
-        torchlift.open(saved / "partial")
-    assert caught.value.entry == "w"
-
-
 def test_not_a_number_on_all_ranks_is_one_value(tmp_path: Path) -> None:
     """Also within containers. It does not equal itself, but all ranks saved it."""
     plain = {"loss": math.nan, "seen": [1.0, {"a": (math.nan, 2)}]}
     for rank in range(2):
-        torch.save(
-            {"w": torch.tensor([math.nan, 1.0]), **plain},
-            tmp_path / f"model_world_size_2_rank_{rank}.pt",
-        )
-    with torchlift.open(tmp_path) as ckpt:
-        assert not ckpt.blocked_keys
-        assert torchlift.diff(ckpt, {"w": torch.tensor([math.nan, 1.0]), **plain}).equal
-    for other in ({"loss": 1.0}, {"seen": [1.0, {"a": (math.nan, 3)}]}, {"seen": [1.0]}):
-        torch.save(
-            {"w": torch.tensor([math.nan, 1.0]), **plain, **other},
-            tmp_path / "model_world_size_2_rank_1.pt",
-        )
+        torch_file(tmp_path, "model", rank, 2, {"w": torch.tensor([math.nan]), **plain})
+    assert torchlift.diff(tmp_path, {"w": torch.tensor([math.nan]), **plain}).equal
+    for other in ({"loss": 1.0}, {"seen": [1.0, {"a": (math.nan, 3)}]}):
+        torch_file(tmp_path, "model", 1, 2, {"w": torch.tensor([math.nan]), **plain, **other})
         assert torchlift.open(tmp_path).blocked_keys.keys() == other.keys()
 
 
@@ -420,26 +301,19 @@ def test_values_that_differ_between_ranks_are_never_those_of_the_first(
     saved: Path, tmp_path: Path
 ) -> None:
     """Such as the statistics of a BatchNorm; who knows which value counts can say so."""
-    folder, model = saved / "buffers", make_model()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    folder, model, name = saved / "buffers", make_model(), "2.running_mean"
     for door in (
-        lambda: torchlift.open(folder)["2.running_mean"],
+        lambda: torchlift.open(folder)[name],
         lambda: torchlift.load(model, folder),
-        lambda: torchlift.convert(folder, tmp_path / "to.safetensors"),
         lambda: torchlift.convert(folder, tmp_path / "to.pt"),
     ):
         with pytest.raises(FormatError, match="the ranks saved different values") as caught:
             door()
-        assert caught.value.entry == "2.running_mean"
+        assert caught.value.entry == name
         assert "[folder, {name: torchlift.open(file)[name]}]" in str(caught.value.hint)
-    require_equal(model.state_dict(), before)
-    file, name = folder / "model_world_size_2_rank_1.pt", "2.running_mean"
-    chosen = [folder, {name: torchlift.open(file)[name]}]
-    torchlift.load(model, chosen)
-    torchlift.convert(chosen, tmp_path / "to.safetensors")
-    whole = {**whole_of(saved, "fsdp"), name: torch.ones(3)}
-    require_equal(model.state_dict(), whole)
-    require_equal(torchlift.open(tmp_path / "to.safetensors"), whole)
+    file = folder / "model_world_size_2_rank_1.pt"
+    torchlift.load(model, [folder, {name: torchlift.open(file)[name]}])
+    require_equal(model.state_dict(), {**whole_of(saved, "fsdp"), name: torch.ones(3)})
 
 
 def _flat(rank: int) -> dict[str, Any]:
@@ -451,9 +325,8 @@ def _flat(rank: int) -> dict[str, Any]:
 def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
     """One on some ranks only; one without a checksum to compare; a value that is no tensor."""
     for rank in range(2):
-        torch_file(
-            tmp_path, "model", rank, 2, {"same": torch.ones(2), "size": torch.ones(1 + rank)}
-        )
+        state = {"same": torch.ones(2), "size": torch.ones(1 + rank)}
+        torch_file(tmp_path, "model", rank, 2, state)
         torch_file(tmp_path, "optim", rank, 2, {**_flat(rank), "param_groups": [{"lr": rank}]})
     with torchlift.open(tmp_path) as ckpt:
         assert [*ckpt] == ["same"]
@@ -461,23 +334,13 @@ def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
             "size", "optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg",
             "optimizer.param_groups",
         }  # fmt: skip
-        assert not ckpt.blocked
-    torchlift.convert(tmp_path, tmp_path / "out" / "w.safetensors", exclude=["size"])
-    assert [*torchlift.open(tmp_path / "out" / "w.safetensors")] == ["same"]
     chosen = [tmp_path, {"size": torch.ones(1)}]
     torchlift.convert(chosen, tmp_path / "out" / "both.safetensors")
     assert {*torchlift.open(tmp_path / "out" / "both.safetensors")} == {"same", "size"}
-    with pytest.raises(FormatError, match="the ranks saved different values") as caught:
-        torchlift.convert(tmp_path, tmp_path / "out" / "w.pt", exclude=["size"])
-    assert str(caught.value.entry).startswith("optimizer.")
-    torch.serialization.set_crc32_options(False)
-    try:
-        for rank in range(2):
-            torch_file(tmp_path / "d", "model", rank, 2, {"same": torch.ones(2)})
-    finally:
-        torch.serialization.set_crc32_options(True)
+    for path in tmp_path.glob("model_*"):  # what torch wrote before 1.6 has no checksums
+        torch.save({"same": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(FormatError, match="or files without checksums"):
-        torchlift.open(tmp_path / "d")["same"]
+        torchlift.open(tmp_path)["same"]
 
 
 def test_replicas_of_a_slice_that_differ_are_refused(tmp_path: Path) -> None:
@@ -506,19 +369,6 @@ def test_a_folder_of_slices_that_lacks_a_file_is_refused(
     assert "rank's file may be missing" in str(error.hint)
     (tmp_path / first.name).rename(first)  # as the hint says
     require_equal(torchlift.open(folder), whole_of(saved, "slices"))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("folder", ["holes"], indirect=True)
-def test_not_every_rank_has_each_file_of_slices(folder: Path) -> None:
-    """Each file exists for one rank at least: what nobody has of it is missing."""
-    assert len([*folder.iterdir()]) == 5
-    assert torchlift.open(folder)["all"].shape == (3, 4)
-    (alone,) = folder.glob("*-model-00003-of-00003.safetensors")
-    alone.unlink()
-    with pytest.raises(FormatError, match="a rank's file is missing") as caught:
-        torchlift.open(folder)
-    assert caught.value.entry == "shard-*-model-00003-of-00003.safetensors"
 
 
 def slice_file(path: Path, state: dict[str, torch.Tensor], **offsets: object) -> None:
@@ -550,50 +400,21 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
         torchlift.open(tmp_path)
 
 
-def test_a_load_names_the_shape_if_the_file_of_the_last_rank_is_missing(tmp_path: Path) -> None:
-    """The files record neither the number of ranks nor the sizes. The model knows its own."""
-    for rank in (1, 2, 3):
-        slice_file(tmp_path / _name(rank), {"w": torch.ones(2, 2)}, w=[2 * rank - 2, 0])
-    last = tmp_path / _name(3)
-    last.rename(tmp_path / "away")
-    assert torchlift.open(tmp_path)["w"].shape == (4, 2)
-    model = torch.nn.Module()
-    model.w = torch.nn.Parameter(torch.zeros(6, 2))
-    with pytest.raises(MismatchError, match=r"w.*\(4, 2\)|w.*\[4, 2\]"):
-        torchlift.load(model, tmp_path)
-    assert not model.w.any()
-    (tmp_path / "away").rename(last)
-    torchlift.load(model, tmp_path)
-    assert model.w.all()
-
-
 def test_slices_beside_other_weights_are_refused(tmp_path: Path) -> None:
     """Which of them is meant, nobody knows; but an index says it."""
     for rank in (1, 2):
         slice_file(tmp_path / _name(rank), {"w": torch.zeros(2, 2)}, w=[2 * rank - 2, 0])
     assert torchlift.open(tmp_path)["w"].shape == (4, 2)
-    save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match="two checkpoints of one model"):
-        torchlift.open(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    other = tmp_path / "other.safetensors"
+    save_file({"w": torch.ones(4, 2)}, other)
     with pytest.raises(FormatError, match="and other files of weights"):
         torchlift.open(tmp_path)
-    (tmp_path / "other.safetensors").rename(tmp_path / "model.safetensors")
+    other.rename(tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="two checkpoints of one model"):
+        torchlift.open(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
     assert torchlift.open(tmp_path)["w"].sum() == 8
-    index.write_text(json.dumps({"weight_map": {"w": _name(1), "v": _name(2)}}))
-    assert torchlift.open(tmp_path)["w"].sum() == 8  # the file that transformers takes
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FormatError, match="one rank's slices of tensors"):
-        torchlift.open(tmp_path)
-    index.unlink()
-    save_file({"w": torch.zeros(2, 2)}, tmp_path / _name(2))  # not a slice
-    with pytest.raises(FormatError, match="a slice does not say its place"):
-        torchlift.open(tmp_path)
-    slice_file(tmp_path / _name(2, 1, 2), {"w": torch.zeros(2, 2)}, w=[2, 0])
-    with pytest.raises(FormatError, match=r"file is missing|of several saves"):
-        torchlift.open(tmp_path)
 
 
 # -- slices without a record
@@ -623,39 +444,23 @@ def _megatron(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _deepspeed(folder: Path) -> dict[str, torch.Tensor]:
-    whole = _llama(folder)
-    for rank, path in enumerate(sorted(folder.iterdir())):
-        path.rename(folder / f"mp_rank_{rank:02}_model_states.pt")
-    return whole
-
-
-@pytest.mark.parametrize("save", [_llama, _megatron, _deepspeed])
+@pytest.mark.parametrize("save", [_llama, _megatron])
 def test_slices_without_a_record_are_refused_and_can_be_merged(
     tmp_path: Path, save: Callable[[Path], dict[str, torch.Tensor]]
 ) -> None:
     """Nothing says along which dimension each is cut: whoever knows it can say so."""
-    folder = tmp_path / "d"
+    folder, model = tmp_path / "d", torch.nn.Module()
     whole = save(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    model = torch.nn.Module()
-    for door in (
-        lambda: torchlift.open(folder),
-        lambda: torchlift.load(model, folder),
-        lambda: torchlift.load(model, files[0]),
-        lambda: torchlift.load(model, str(files[1])),
-        lambda: torchlift.load(model, [*files]),
-        lambda: torchlift.plan(model, files[0]),
-        lambda: torchlift.convert(files[0], tmp_path / "to.pt"),
-        lambda: torchlift.convert(files, tmp_path / "to.pt"),
-        lambda: torchlift.convert(folder, tmp_path / "to.pt"),
-    ):
-        with pytest.raises(FormatError, match="do not say how to join them") as caught:
-            door()
-        assert 'torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0)' in str(
-            caught.value.hint
-        )
-    assert not (tmp_path / "to.pt").exists()
+    for place in (folder, files[0], str(files[1]), files):
+        for door in (
+            lambda place: torchlift.load(model, place),
+            lambda place: torchlift.convert(place, tmp_path / "to.pt"),
+        ):
+            with pytest.raises(FormatError, match="do not say how to join them") as caught:
+                door(place)
+            hint = 'torchlift.remap.merge("{n}.*.wq.weight", "*.wq.weight", cat=0)'
+            assert hint in str(caught.value.hint)
     slices = {
         f"{number}.{key}": value
         for number, file in enumerate(files)
@@ -665,8 +470,7 @@ def test_slices_without_a_record_are_refused_and_can_be_merged(
     rename |= remap.merge("{n}.*.wo.weight", "*.wo.weight", cat=1)
     rename |= remap.rules([(r"^0\.(.*norm.*)", r"\1"), (r"^\d\..*norm", None)])
     torchlift.convert(slices, tmp_path / "to.safetensors", rename=rename)
-    require_equal(torchlift.open(tmp_path / "to.safetensors"), whole)
-    assert torchlift.open(tmp_path / "to.safetensors").keys() == whole.keys()
+    assert torchlift.digest(tmp_path / "to.safetensors") == torchlift.digest(whole)
 
 
 def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
@@ -683,66 +487,31 @@ def test_the_only_slice_is_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "consolidated.0{}.pt",
-        "consolidated.0{}.safetensors",
-        "tp_rank_0{}_pp_rank_000/model.ckpt",
-        "mp_rank_0{}/model_weights.ckpt",
-        "model-rank-{}-part-0.safetensors",
-        "rank{}.safetensors",
-        "reshard-model_part-{}.pt",
-        "model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors",
-        "model{}-mp2.safetensors",
-        "layer_00-model_0{}-model_states.pt",
-        "layer_0{}-model_00-model_states.pt",
-        "weights.tp{}.safetensors",
-    ],
-)
+    ["consolidated.0{}.safetensors", "tp_rank_0{}_pp_rank_000/model.ckpt",
+     "mp_rank_0{}_model_states.pt", "mp_rank_0{}/model_weights.ckpt",
+     "model-rank-{}-part-0.safetensors", "rank{}.safetensors", "reshard-model_part-{}.pt",
+     "model_weight_pp-rank-0-of-1_tp-rank-{}-of-2.safetensors", "model{}-mp2.safetensors",
+     "layer_00-model_0{}-model_states.pt", "weights.tp{}.safetensors"],
+)  # fmt: skip
 def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, name: str) -> None:
     """Neither the folder nor one file loads with half of each weight."""
     files = [tmp_path / "slices" / name.format(rank) for rank in range(2)]
     for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
         torchlift.save({"w": torch.ones(2)}, file)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(2))
-    for place in (tmp_path / "slices", *files, str(files[1]), [*files]):
+    for place in (tmp_path / "slices", *files, files):
         with pytest.raises(FormatError, match="do not say how to join them"):
             torchlift.load(model, place)
     assert not model.w.any()
-    assert torchlift.open(files[0])["w"].sum() == 2  # as the way out says
-    torchlift.load(model, torchlift.open(files[0]))
+    torchlift.load(model, torchlift.open(files[0]))  # as the way out says
     assert model.w.sum() == 2
 
 
-def test_names_that_look_like_slices_are_read(tmp_path: Path) -> None:
-    """Parts of the only rank of vLLM, and LoRAs that are named after their rank."""
-    names = {
-        "model-rank-0-part-0.safetensors": "v", "model-rank-0-part-1.safetensors": "w",
-        "rank8.safetensors": "w", "rank16.safetensors": "w",
-    }  # fmt: skip
-    for name, key in names.items():
-        torchlift.save({key: torch.ones(2)}, tmp_path / name)
-    for name, key in names.items():
-        model = torch.nn.Module()
-        setattr(model, key, torch.nn.Parameter(torch.zeros(2)))
-        torchlift.load(model, tmp_path / name)
-        assert getattr(model, key).sum() == 2
-
-
-def test_a_file_of_a_rank_that_is_no_zip_is_named_or_read(tmp_path: Path) -> None:
-    """A pointer of git-lfs in its place, and what torch wrote before 1.6."""
+def test_a_pointer_in_the_place_of_a_rank_s_file_is_named(tmp_path: Path) -> None:
+    """That of git-lfs."""
     for rank in range(2):
         path = torch_file(tmp_path, "model", rank, 2, {"w": torch.ones(2)})
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(FormatError, match="a git-lfs pointer"):
         torchlift.open(tmp_path)
-    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(FormatError, match="or files without checksums"):
-        torchlift.open(tmp_path)["w"]
-    torch_file(tmp_path, "model", 1, 2, {"w": torch.ones(2)})
-    for rank in range(2):
-        path = torch_file(tmp_path, "optim", rank, 2, {"state": {0: {"s": torch.ones(2)}}})
-    torch.save({"state": {}}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(FormatError, match="the ranks saved different values"):
-        torchlift.open(tmp_path)["optimizer.state.0.s"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import socket
 import warnings
 import zipfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +19,9 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from safetensors.torch import save_file
 
 import torchlift
-from torchlift._store.places import (
-    exists,
-    inside,
-    is_folder,
-    names_in,
-    open_place,
-    place_of,
-    stamp_of,
-)
-from torchlift._store.url import Seen, Store, Transport, Url, UrlStamp
-from torchlift.errors import FormatError, IntegrityError, PlacementError
 from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import UNRESOLVED, Index, TensorEntry
+from torchlift.formats.index import Index
 
 WINDOW = 1 << 16
 
@@ -77,79 +64,6 @@ def test_a_large_torch_file_takes_four_requests(server: RangeServer) -> None:
     opened(server, "model.pt", 4, index + 3 * WINDOW)
 
 
-def test_ten_gigabytes_of_a_torch_file_take_four_requests(server: RangeServer) -> None:
-    """Records beyond 4 GiB have other headers; the file has holes instead of numbers."""
-    path, numel = server.folder / "model.pt", 1 << 28
-    with torch.serialization.skip_data():
-        torch.save({f"w{n}": torch.empty(numel) for n in range(10)}, path)
-    assert path.stat().st_size > 10 << 30
-    found = opened(server, "model.pt", 4, 3 * WINDOW)
-    assert found.nbytes == 40 * numel
-
-
-@pytest.mark.parametrize("alignment", [64, 4096])
-def test_the_alignment_of_storages_is_that_of_the_file(server: RangeServer, alignment: int) -> None:
-    """torch can be told another one, and notes it."""
-    before = torch.utils.serialization.config.save.storage_alignment
-    torch.utils.serialization.config.save.storage_alignment = alignment
-    try:
-        torch.save({f"w{n}": torch.ones(50_000) for n in range(20)}, server.folder / "model.pt")
-    finally:
-        torch.utils.serialization.config.save.storage_alignment = before
-    opened(server, "model.pt", 4, 4 * WINDOW)
-
-
-def other_writers(path: Path) -> None:
-    """Pack a torch file again, as programs do that align nothing."""
-    torch.save({f"w{n}": torch.ones(50_000) for n in range(5)}, path)
-    content = path.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w") as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-
-
-def test_headers_that_do_not_follow_torch_are_looked_at(server: RangeServer) -> None:
-    """One request for each, several at once, and none for those that lie near each other."""
-    other_writers(server.folder / "model.pt")
-    opened(server, "model.pt", 4 + 5, 12 * WINDOW)
-
-
-@pytest.mark.parametrize("name", ["w", "data.pkl"])
-@pytest.mark.parametrize("field", ["extra", "method", "name"])
-def test_a_place_that_both_neighbours_give_stands(
-    server: RangeServer, name: str, field: str
-) -> None:
-    """A header that says something else changes nothing: it is not read."""
-    path = server.folder / "model.pt"
-    torch.save({"w": torch.arange(100_000.0)}, path)
-    before = facts(read_index(path))
-    data = bytearray(path.read_bytes())
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename.rpartition("/")[2]: info for info in archive.infolist()}
-    at = records["0" if name == "w" else name].header_offset
-    place = {"method": at + 8, "extra": at + 28, "name": at + 30}[field]
-    data[place] ^= 8
-    path.write_bytes(data)
-    url = server.url("model.pt")
-    assert facts(read_index(url)) == before
-    assert torch.equal(torchlift.open(url)["w"], torch.arange(100_000.0))
-    assert torchlift.verify(url).ok
-
-
-def program(folder: Path) -> None:
-    """A TorchScript archive, whose code is behind its weights."""
-    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.ReLU(), torch.nn.Linear(400, 5))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.script(model).save(str(folder / "program.pt"))
-
-
-def test_a_program_takes_four_requests(server: RangeServer) -> None:
-    """Its code is behind the weights."""
-    program(server.folder)
-    opened(server, "program.pt", 4, 4 * WINDOW)
-
-
 def test_a_vocabulary_of_gguf_takes_four_requests(server: RangeServer) -> None:
     """How long it is shows while it is read: a list says how many words it has."""
     words = [f"w{n}" * (1 + n // 64_000) for n in range(128_000)]
@@ -190,64 +104,17 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     """And the values that are no tensors, which lie together; a tensor's own item comes later."""
     distributed(server.folder / "step4")
     server.forget()
-    found = read_index(server.url("step4/.metadata"))
+    found, local = read_index(server.url("step4/.metadata")), read_index(server.folder / "step4")
     assert server.requests <= 4
-    local = read_index(server.folder / "step4")
-    assert found.objects == local.objects
-    assert found.nbytes == local.nbytes
-
-    def known(entry: TensorEntry) -> object:
-        return entry.key, entry.dtype, entry.shape, entry.nbytes
-
-    assert [*map(known, found.entries.values())] == [*map(known, local.entries.values())]
-    assert all(entry.encoding == (UNRESOLVED,) for entry in found.entries.values())
+    assert (found.objects, found.nbytes) == (local.objects, local.nbytes)
+    for key, entry in local.entries.items():
+        assert (found.entries[key].dtype, found.entries[key].shape) == (entry.dtype, entry.shape)
     server.forget()
     two = resolved(found, ["model.w3", "model.w4"])
     assert server.requests <= 3
-    assert two.entries["model.w3"].chunks[0].offset == local.entries["model.w3"].chunks[0].offset
     server.forget()
     assert facts(resolved(two)) == facts(local)
     assert server.requests <= 31
-    assert server.sent <= 31 * 4096
-
-
-def test_a_dcp_folder_of_a_url_is_pickled(server: RangeServer) -> None:
-    """Before its data was looked at, and after."""
-    distributed(server.folder / "step4")
-    found = torchlift.open(server.url("step4/.metadata"))
-    again = pickle.loads(pickle.dumps(found))
-    assert list(again.entries) == list(found.entries)
-    assert torch.equal(found["model.w3"], torchlift.open(server.folder / "step4")["model.w3"])
-    again = pickle.loads(pickle.dumps(found))
-    assert torch.equal(again["model.w3"], found["model.w3"])
-
-
-def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServer) -> None:
-    """When they are resolved: nothing was shown of what only they could tell."""
-    distributed(server.folder / "step4")
-    (data,) = server.folder.glob("step4/*.distcp")
-    found = read_index(server.url("step4/.metadata"))
-    chunk = found.entries["model.w3"].chunks[0]
-    with data.open("r+b") as file:
-        file.seek(chunk.offset)
-        file.write(bytes(chunk.nbytes))
-    with pytest.raises((FormatError, IntegrityError)) as caught:
-        resolved(found, ["model.w3"])
-    assert caught.value.file == server.url("step4/") + data.name
-
-
-def test_a_url_of_memory_is_listed_once(tmp_path: Path) -> None:
-    """fsspec's file systems list folders: nothing in them is looked for again."""
-    fsspec = pytest.importorskip("fsspec")
-    distributed(tmp_path / "step4")
-    fsspec.filesystem("memory").put(str(tmp_path / "step4"), "/listed/step4", recursive=True)
-    found = read_index("memory://listed/step4")
-    (file,) = found.files
-    assert file.store.requests <= 4
-    assert facts(resolved(found)) == facts(read_index(tmp_path / "step4"))
-    fsspec.filesystem("memory").rm("/listed", recursive=True)
-    with pytest.raises(FileNotFoundError):
-        torchlift.open("memory://listed/step4")
 
 
 @pytest.fixture
@@ -317,77 +184,30 @@ def test_the_cache_of_the_hub_is_read_if_it_is_offline(
     """By each reader, without a request. Nothing is written into it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(socket.socket, "connect", None)
-    commit, state = "0" * 40, {f"w{n}": torch.ones(2) for n in range(4)}
+    commit, state, cache = "0" * 40, {f"w{n}": torch.ones(2) for n in range(4)}, tmp_path / "cache"
     for kind in "models", "datasets":
-        root = tmp_path / "cache" / f"{kind}--{name.replace('/', '--')}"
+        root = cache / f"{kind}--{name.replace('/', '--')}"
         folder = root / "snapshots" / commit
-        for part in root / "refs", root / "blobs", folder / "sub":
-            part.mkdir(parents=True)
-        (root / "refs" / "main").write_text(commit)
         torchlift.save(state, folder / "model.safetensors.index.json", max_shard_size=16)
         torchlift.save(state, folder / "sub" / "x.bin")
         for path in [*folder.glob("*.*"), folder / "sub" / "x.bin"]:
-            path.rename(blob := root / "blobs" / f"{path.name}.blob")
-            path.symlink_to(blob)
+            (root / "blobs").mkdir(exist_ok=True)
+            path.symlink_to(path.rename(root / "blobs" / f"{path.name}.blob"))
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+    before = sorted(cache.rglob("*"))
     parts = "/model.safetensors.index.json", "/sub", "/sub/x.bin"
     parts = parts if name == "org/name" else [f"@main{part}" for part in parts]
     for rest, kind in product(("", "@main", f"@{commit}", *parts), ("", "models/", "datasets/")):
         url = f"hf://{kind}{name}{rest}"
         with torchlift.open(url) as ckpt:
             assert {*ckpt} == {*state}
-            assert ckpt.path.startswith(str(tmp_path / "cache"))
-            assert len(pickle.loads(pickle.dumps(ckpt))) == 4
+            assert ckpt.path.startswith(str(cache))
         assert torchlift.verify(url).ok
         assert torchlift.digest(url) == torchlift.digest(state)
-        assert torchlift.convert(url, tmp_path / "x.pt", overwrite=True).tensors == 4
-    before = sorted((tmp_path / "cache").rglob("*"))
-    with pytest.raises(PlacementError):
-        torchlift.save(state, "hf://org/name/model.safetensors")
     for url in "hf://org/none", "hf://org/name@v2", "hf://org/name/none.bin", "hf://no name/x":
         with pytest.raises(FileNotFoundError) as caught:
             torchlift.open(url)
         assert caught.value.filename == url
         assert "HF_HUB_OFFLINE=0" in str(caught.value.hint)  # type: ignore[attr-defined]
-    assert sorted((tmp_path / "cache").rglob("*")) == before
-
-
-class Listing(Transport):
-    """A folder of objects without bytes."""
-
-    sizes: ClassVar[dict[str, int]] = {}
-
-    def look(self, url: Url) -> Seen:
-        """Return the size."""
-        return Seen(UrlStamp(self.sizes[url.name]))
-
-    def stamps_in(self, url: Url) -> dict[str, UrlStamp | None]:
-        """Return names without sizes."""
-        return dict.fromkeys(self.sizes)
-
-
-@pytest.mark.parametrize("query", ["", "?sig=1"])
-def test_a_new_listing_forgets_what_was_known(query: str) -> None:
-    """Also of a URL with a query, which stands behind the names."""
-    folder = Url(f"x://bucket/step{query}", Store(Listing, {}))
-    Listing.sizes = {"a": 1, "b": 2}
-    assert exists(inside(folder, "a"))
-    assert stamp_of(inside(folder, "a")) == UrlStamp(1)
-    Listing.sizes = {"a": 3}
-    assert names_in(folder) == ["a"]
-    assert stamp_of(inside(folder, "a")) == UrlStamp(-1)
-    assert folder.store.look(inside(folder, "a")).stamp == UrlStamp(3)
-
-
-def test_a_folder_that_was_removed_is_not_remembered() -> None:
-    """A process may look at a folder, and remove it later. Objects are kept until the open."""
-    fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").pipe("/looked/step/x.bin", b"abc")
-    place = place_of("memory://looked/step")
-    assert is_folder(place)
-    assert exists(inside(place, "x.bin"))
-    fsspec.filesystem("memory").rm("/looked", recursive=True)
-    assert not exists(place)
-    assert exists(inside(place, "x.bin"))
-    with pytest.raises(FileNotFoundError):
-        open_place(inside(place, "x.bin"))
-    assert not exists(inside(place, "x.bin"))
+    assert sorted(cache.rglob("*")) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,15 +73,3 @@ def test_a_read_that_fails_is_an_error_with_the_file(
         assert problem in str(refusal)
     assert reads > 0
     assert left >= 0
-
-
-def test_threads_that_read_one_file_read_the_same(path: Path) -> None:
-    """Nothing is shared between two readers."""
-    found: list[Index] = []
-    threads = [threading.Thread(target=lambda: found.append(read_index(path))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert all(dict(index.entries) == dict(found[0].entries) for index in found)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
-from checkpoint_files import tensor, write_safetensors, write_zip
+from checkpoint_files import write_safetensors, write_zip
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +15,7 @@ from torchlift._system.text import human
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, TensorEntry
 from torchlift.formats.summary import (
-    SORTS,
     _Cells,
-    sorted_by,
     to_html,
     to_json,
     to_text,
@@ -40,18 +37,6 @@ def test_text_says_what_a_reader_asks_first(index):
     for part in ("torch-zip", "262,147", "1.0 MiB", "float32 (2), bfloat16 (1)", "cpu (3)",
                  "model.w = model.tied", "epoch = 3", "builtins.print", "1024 x 256"):  # fmt: skip
         assert part in text
-
-
-def test_rows_limit_the_table(index):
-    """The rest is counted."""
-    text = to_text(index, rows=1, each=True)
-    assert "... and 2 more tensors" in text
-    assert "model.half" not in text
-    assert to_text(index, rows=0, each=True)
-    text = to_text(index, rows=2)
-    assert text.endswith("... and 1 more line")
-    assert "half" not in text
-    assert "objects       ... and 4 more" in to_text(index, rows=0)
 
 
 def lines(index):
@@ -100,15 +85,6 @@ def test_tensors_that_differ_only_in_numbers_are_one_line(tmp_path):
     ]
 
 
-def test_strange_names_are_listed_and_sorted(tmp_path):
-    """A million dots, digits without end, a name that is a module's too, an empty one."""
-    keys = ["." * 300_000, "." * 300_000 + "x", "9" * 5000 + ".a", "m", "m.a", "m.", "", "٣.b"]
-    index = read_index(write_zip(tmp_path / "x.pt", {key: tensor() for key in keys}))
-    assert len(lines(index)) == len(keys)
-    for order in SORTS:
-        assert sorted(sorted_by(index, order).entries) == sorted(keys)
-
-
 @given(st.dictionaries(st.text("a0.1", max_size=8), st.integers(1, 2), max_size=12))
 def test_every_tensor_is_in_one_line(sizes):
     """The lines count all tensors, and a line of one tensor has its name."""
@@ -140,22 +116,9 @@ def test_an_empty_checkpoint_is_shown(tmp_path):
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (2**21, "2.0 MiB"),
-        (3 << 29, "1.5 GiB"),
-        (5 << 50, "5.0 PiB"),
-        (1 << 70, "1048576.0 PiB"),
-        (1023.4, "1023 B"),
-        (1023.7, "1.0 KiB"),
-        (1023.9 * 2**10, "1023.9 KiB"),
-        *((2**power - 1, f"1.0 {unit}") for power, unit in ((20, "MiB"), (30, "GiB"), (40, "TiB"))),
-        (2**50 - 2**20, "1.0 PiB"),
-        (2**60 - 1, "1024.0 PiB"),
-    ],
-)
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"),
+     (1 << 70, "1048576.0 PiB"), (1023.7, "1.0 KiB"), (2**30 - 1, "1.0 GiB")],
+)  # fmt: skip
 def test_sizes_are_in_the_unit_that_fits(nbytes, text):
     """Binary units, one decimal; the unit is that of the number as it is shown."""
     assert human(nbytes) == text
@@ -166,13 +129,3 @@ def test_what_is_repeated_has_the_size_that_is_stored(tmp_path):
     torch.save({"e": torch.ones(1).expand(1000), "n": torch.ones(5)}, tmp_path / "m.pt")
     text = to_text(read_index(tmp_path / "m.pt"))
     assert re.search(r"e +4 B +float32 +1000 +repeated to 3.9 KiB\n", text)
-
-
-def test_an_array_of_numpy_is_part_of_nothing(tmp_path):
-    """Its record has a header before it; what is compressed says so."""
-    np.savez(tmp_path / "m.npz", a=np.ones(1000))
-    assert "part of" not in to_text(read_index(tmp_path / "m.npz"))
-    np.savez_compressed(tmp_path / "m.npz", a=np.ones(1000))
-    assert re.search(
-        r"a +7.8 KiB +float64 +1000 +deflated$", to_text(read_index(tmp_path / "m.npz"))
-    )

@@ -100,14 +100,6 @@ def test_the_first_of_several_objects_counts(path):
     assert equal(path, ["w"])
 
 
-def test_a_pickle_longer_than_what_is_read_first_is_read(path):
-    """The end of a pickle is not known before it was read: more is read where it is needed."""
-    text = "x" * (9 << 20)
-    ckpt = save({"text": text, "w": torch.ones(2)}, path)
-    assert ckpt.objects["text"] == text
-    assert equal(path, ["w"])
-
-
 def test_a_tar_is_named_and_torch_saves_it_again(path):
     """Torch's oldest format, as a file, as a file object, in a folder and behind a URL."""
     write_tar(path, {"n": 5})

@@ -10,7 +10,6 @@ import os
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -20,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import urllib3
+import torch
 from limits import limits
 from range_server import Answer, Asked, RangeServer, answering, facts, serving
 from valid_files import write_valid
 
 import torchlift
 from torchlift._store.places import open_place, place_of
-from torchlift._store.url import Url
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -262,42 +260,27 @@ def test_the_page_of_a_file_names_the_address_of_its_bytes(
     assert torchlift.open(url)["w"].tolist() == [1, 1, 1]
 
 
-def replaced_after(server: RangeServer, number: int) -> None:
-    """Replace every file by another one of its size after some answers."""
-
-    def fault(asked: Asked, answer: Answer) -> None:
-        nonlocal number
-        number -= answer.status == 206
-        if number == 0:
-            for path in filter(Path.is_file, server.folder.rglob("*")):
-                answer.body = memoryview(bytes(answer.body))
-                new = path.with_suffix(".new")
-                new.write_bytes(path.read_bytes())
-                os.utime(new, (1_000_000_000, 1_000_000_000))
-                new.replace(path)
-
-    server.fault = fault
-
-
 @pytest.mark.parametrize("etags", [True, False])
 def test_an_object_that_changes_between_two_ranges_is_refused(
-    server: RangeServer, tmp_path: Path, etags: bool
+    server: RangeServer, etags: bool
 ) -> None:
     """By its ETag, or where a server has none by when it was modified."""
-    import torch
-
     server.etags = etags
-    path = tmp_path / "served" / "model.pt"
+    path = server.folder / "model.pt"
     torch.save({f"w{n}": torch.ones(1) for n in range(1_500)}, path)
-    replaced_after(server, 2)
+    left = 2
+
+    def replace(asked: Asked, answer: Answer) -> None:
+        nonlocal left
+        left -= answer.status == 206
+        if left == 0:
+            answer.body = memoryview(bytes(answer.body))
+            (new := path.with_suffix(".new")).write_bytes(path.read_bytes())
+            os.utime(new, (1_000_000_000, 1_000_000_000))
+            new.replace(path)
+
+    server.fault = replace
     assert "changed" in refused(server, path, IntegrityError).reason
-    server.fault = None
-    index = read_index(server.url("model.pt"))
-    (file,) = index.files
-    opened = index.files[file].open(file)
-    path.write_bytes(path.read_bytes() + b"!")
-    with pytest.raises(IntegrityError, match="changed"):
-        opened.read(0, 10)
 
 
 def test_a_redirect_is_followed_without_credentials(
@@ -320,22 +303,18 @@ def test_a_signed_redirect_that_expires_is_asked_for_again(
     server: RangeServer, tmp_path: Path
 ) -> None:
     """At its origin: each signature here is good for one range."""
-    import torch
-
     path = tmp_path / "served" / "model.pt"
     torch.save({f"w{n}": torch.ones(1) for n in range(1_500)}, path)
     with serving(tmp_path / "served") as other:
         used: set[str] = set()
-
-        def sign(asked: Asked) -> str:
-            return f"{other.url(asked.path)}?sig={SECRET}{asked.number}"
 
         def expires(asked: Asked, answer: Answer) -> None:
             if asked.query in used:
                 answer.status, answer.headers, answer.body = 403, {}, memoryview(b"expired")
             used.add(asked.query)
 
-        server.fault, other.fault = redirected(sign), expires
+        server.fault = redirected(lambda a: f"{other.url(a.path)}?sig={SECRET}{a.number}")
+        other.fault = expires
         assert read(server, path) == facts(read_index(path))
         assert len(used) > 2
         other.fault = busy(403)
@@ -380,18 +359,6 @@ def test_a_status_is_an_error_of_ours_and_of_python(
     assert error.file == server.url(str(place.relative_to(server.folder)))
 
 
-def test_a_server_that_stalls_is_given_up(server: RangeServer, tmp_path: Path) -> None:
-    """After some seconds without a byte."""
-    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
-
-    def stalls(asked: Asked, answer: Answer) -> None:
-        answer.wait = 0.5
-
-    server.fault = stalls
-    error = refused(server, tmp_path / "served" / "model.pt", TimedOut, timeout=0.1, tries=2)
-    assert isinstance(error, TimeoutError)
-
-
 def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
     """Both are a `ConnectionError`."""
     with socket.socket() as free:
@@ -417,61 +384,6 @@ def test_what_http_cannot_carry_is_not_shown(server: RangeServer) -> None:
     assert not server.requests
 
 
-@pytest.mark.parametrize("name", ["m\u00e9.pt", "m m.pt"])
-def test_a_name_is_quoted_and_what_follows_it_is_not_shown(server: RangeServer, name: str) -> None:
-    """As a browser does; the error names what was asked for, and nothing of its query."""
-    with pytest.raises(NotFound) as caught:
-        torchlift.open(server.url(f"{name}?sig={SECRET}"), storage_options={"tries": 1})
-    assert name in str(caught.value)
-    shows_no_secret(caught.value)
-
-
-def test_a_range_is_resumed_where_it_ended(server: RangeServer, tmp_path: Path) -> None:
-    """What came counts; only the rest is asked for again, however often the connection ends."""
-    content = os.urandom(3 << 20)
-
-    def ends(asked: Asked, answer: Answer) -> None:
-        answer.sent, answer.reset = 1 << 20, False
-
-    server.fault = ends
-    file = opened(server, content, tries=2)
-    server.forget()
-    assert file.read(0, len(content)) == content
-    assert 3 <= server.requests <= 8
-    assert server.sent <= len(content) + (6 << 20)
-
-
-def test_reads_are_cancelled_from_another_thread(server: RangeServer, tmp_path: Path) -> None:
-    """Those in progress end at once; later ones work."""
-    (tmp_path / "served" / "f").write_bytes(bytes(1 << 16))
-    url = place_of(server.url("f"), {"timeout": 60.0})
-    assert isinstance(url, Url)
-    opened = open_place(url)
-    waiting = threading.Event()
-
-    def stalls(asked: Asked, answer: Answer) -> None:
-        waiting.set()
-        answer.wait = 2.0
-
-    server.fault = stalls
-    found: list[BaseException] = []
-
-    def some() -> None:
-        try:
-            opened.read(1_000, 10)
-        except CheckpointError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=some)
-    thread.start()
-    assert waiting.wait(30)
-    url.store.cancel()
-    thread.join(30)
-    assert [type(error) for error in found] == [Unreachable]
-    server.fault = None
-    assert opened.read(1_000, 10) == bytes(10)
-
-
 def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_path: Path) -> None:
     """Two processes that read answers from one connection would mix them up."""
     content = os.urandom(1 << 16)
@@ -485,37 +397,6 @@ def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_pa
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert file.read(300, 50) == content[300:350]
-
-
-def test_a_forked_process_that_cancels_ends_no_read_of_the_other(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    """The two have one connection, which a cancelled read in the child must not shut down."""
-    content = os.urandom(1 << 16)
-    (tmp_path / "served" / "f").write_bytes(content)
-    url = place_of(server.url("f"))
-    assert isinstance(url, Url)
-    opened, waiting, ended = open_place(url), threading.Event(), threading.Event()
-
-    def waits(asked: Asked, answer: Answer) -> None:
-        waiting.set()
-        ended.wait(30)
-
-    server.fault = waits
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(opened.read(100, 50)))
-    thread.start()
-    assert waiting.wait(30)
-    before = server.requests
-    child = os.fork()
-    if not child:  # pragma: no cover
-        url.store.cancel()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    ended.set()
-    thread.join(30)
-    assert found == [content[100:150]]
-    assert server.requests == before
 
 
 def test_the_proxy_of_the_environment_is_asked(
@@ -571,24 +452,15 @@ def test_a_certificate_is_trusted_when_the_environment_says_so(
 def test_an_option_that_nobody_knows_is_refused(server: RangeServer) -> None:
     """A token under a wrong name would not be sent. The hint is followed, and no value is shown."""
     np.save(server.folder / "w.npy", np.ones(3))
-    for url, name, hint in (
-        (server.url("w.npy"), "header", "headers"),
-        ("hf://org/name", "tokn", "token"),
-    ):
+    url = server.url("w.npy")
+    for place, name, hint in ((url, "header", "headers"), ("hf://org/name", "tokn", "token")):
         for call in torchlift.open, torchlift.verify, torchlift.digest:
             with pytest.raises(TypeError, match=f"has no '{name}'.*mean '{hint}'") as caught:
-                call(url, storage_options={name: SECRET})
+                call(place, storage_options={name: SECRET})
             shows_no_secret(caught.value)
     with pytest.raises(TypeError, match="only tries, timeout, headers"):
-        torchlift.open(server.url("w.npy"), storage_options={"anon": True})
-    options = {"skip_instance_cache": True}
-    with pytest.raises(TypeError, match="skip_instance_cache"):
-        torchlift.convert(server.url("w.npy"), "memory://options/w.pt", storage_options=options)
-    source = torchlift.open(server.url("w.npy"))
-    torchlift.convert(source, "memory://options/w.pt", overwrite=True, storage_options=options)
-    server.forget()
-    headers = {"Authorization": SECRET}
-    torchlift.open(server.url("w.npy"), storage_options={"headers": headers})
+        torchlift.open(url, storage_options={"anon": True})
+    torchlift.open(url, storage_options={"headers": {"Authorization": SECRET}})
     assert {asked.headers["authorization"] for asked in server.asked} == {SECRET}
 
 
@@ -626,66 +498,7 @@ def test_no_text_of_a_server_stands_in_an_error(
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["ETag", "Last-Modified"])
-def test_no_version_of_a_server_stands_in_a_text(
-    server: RangeServer, tmp_path: Path, name: str
-) -> None:
-    """Neither where an object changed, nor where an index shows what it was made of."""
-    np.savez(path := tmp_path / "served" / "m.npz", w=np.ones(3), v=np.ones(100_000))
-    server.etags = name == "ETag"
-    changes = False
-
-    def repeats(asked: Asked, answer: Answer) -> None:
-        answer.headers[name] = f'"{echo(asked)} {asked.number if changes else 0}"'
-
-    server.fault = repeats
-    index = read_index(f"{server.url('m.npz')}?sig={SECRET}", storage_options=OPTIONS)
-    assert SECRET not in f"{index!r} {index.files!r} {[*map(str, index.files.values())]}"
-    changes = True
-    error = refused(server, path, IntegrityError)
-    assert "version" in str(error.found)
-    assert error.found != error.expected
-
-
-def test_headers_that_are_none_are_not_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """urllib3 warns of them, with the URL. What others request by urllib3 is still logged."""
-
-    def odd(connection: socket.socket) -> None:
-        connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 5\r\nno header\r\n\r\nhello")
-
-    with answering(odd) as url, caplog.at_level(logging.DEBUG):
-        with pytest.raises(FormatError):
-            torchlift.open(f"{url}/m.pt?sig={SECRET}", storage_options={"tries": 1})
-        assert SECRET not in caplog.text
-        urllib3.request("GET", f"{url}/m.pt?of=others", preload_content=False).close()
-    assert "of=others" in caplog.text
-
-
 # ---- servers without an end
-
-
-def test_a_server_that_sends_one_byte_in_each_answer_is_given_up(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    """It would take a request for each byte, and a new connection."""
-    file = opened(server, bytes(161_000), tries=3)
-
-    def one(asked: Asked, answer: Answer) -> None:
-        answer.sent, answer.reset = 1, False
-
-    server.fault = one
-    server.forget()
-    with pytest.raises(Unreachable, match="the connection ended early"):
-        file.read(0, 161_000)
-    assert server.requests == 3
-
-    def half(asked: Asked, answer: Answer) -> None:
-        answer.sent, answer.reset = (len(answer.body) + 1) // 2, False
-
-    server.fault = half
-    assert file.read(0, 161_000) == bytes(161_000)
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -717,23 +530,6 @@ def test_a_server_without_progress_is_given_up(start: bytes, again: bytes, pause
     assert time.monotonic() - began < 20
 
 
-def test_a_redirect_with_an_endless_body_is_followed(server: RangeServer, tmp_path: Path) -> None:
-    """The body is of no interest, however long it is."""
-    np.save(tmp_path / "served" / "w.npy", np.ones(3))
-
-    def endless(connection: socket.socket) -> None:
-        connection.sendall(
-            b"HTTP/1.1 302 Found\r\nTransfer-Encoding: chunked\r\nLocation: "
-            + server.url("w.npy").encode()
-            + b"\r\n\r\n"
-        )
-        while True:
-            connection.sendall(b"1000\r\n" + bytes(0x1000) + b"\r\n")
-
-    with answering(endless) as url:
-        assert torchlift.open(f"{url}/w.npy")["tensor"].tolist() == [1, 1, 1]
-
-
 # ---- connections and proxies
 
 
@@ -746,84 +542,10 @@ def test_a_kept_connection_that_the_server_closed_is_not_a_failed_try(server: Ra
         time.sleep(0.1)
 
 
-def test_a_redirect_to_the_same_host_with_its_port_gets_the_credentials(
-    server: RangeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``http://h/`` and ``http://H:80/`` are one host. Another port is another one."""
-    np.save(server.folder / "w.npy", np.ones(3))
-    (server.folder / "v.npy").write_bytes((server.folder / "w.npy").read_bytes())
-    monkeypatch.setenv("http_proxy", server.url())
-    monkeypatch.delenv("no_proxy", raising=False)
-    for to, is_own in ("http://H.invalid:80/v.npy", True), ("http://h.invalid:81/v.npy", False):
-        server.fault = redirected(lambda _, to=to: to, lambda asked: asked.path.endswith("w.npy"))
-        server.forget()
-        found = torchlift.open("http://h.invalid/w.npy", storage_options=OPTIONS)
-        assert found["tensor"].tolist() == [1, 1, 1]
-        assert {"authorization" in asked.headers for asked in server.asked[1:]} == {is_own}
-
-
-@pytest.mark.parametrize(
-    ("proxy", "reason"),
-    [("socks5://127.0.0.1:1", "not an HTTP proxy"), ("", "the proxy of the environment refuses")],
-)
-def test_a_proxy_that_cannot_be_used_is_named(
-    monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
-) -> None:
-    """Without the text that it sends, which can repeat its password."""
-
-    def refuses(connection: socket.socket) -> None:
-        connection.sendall(f"HTTP/1.1 407 {SECRET}\r\nContent-Length: 0\r\n\r\n".encode())
-        connection.shutdown(socket.SHUT_RDWR)
-
-    with answering(refuses) as url:
-        monkeypatch.setenv("https_proxy", proxy or url.replace("//", f"//me:{SECRET}@"))
-        monkeypatch.delenv("no_proxy", raising=False)
-        with pytest.raises(Unreachable, match=reason) as caught:
-            torchlift.open("https://h.invalid/w.npy", storage_options={"tries": 1})
-    shows_no_secret(caught.value)
-
-
-def test_a_proxy_passes_what_is_encrypted(
-    certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets its own password and the name of the host, and nothing of the request."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    np.save(tmp_path / "w.npy", np.ones(3))
-    heads = []
-
-    def passes(connection: socket.socket) -> None:
-        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        with socket.create_connection(("127.0.0.1", server.port)) as other:
-            back = threading.Thread(target=pump, args=(other, connection))
-            back.start()
-            pump(connection, other)
-            back.join()
-
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_RDWR)
-
-    with serving(tmp_path, certificate=certificate) as server, answering(passes, heads) as proxy:
-        monkeypatch.setenv("https_proxy", proxy.replace("//", "//me:proxy-word@"))
-        monkeypatch.delenv("no_proxy", raising=False)
-        url = f"https://host.invalid/w.npy?sig={SECRET}"
-        assert torchlift.open(url, storage_options=OPTIONS)["tensor"].tolist() == [1, 1, 1]
-        assert {asked.query for asked in server.asked} == {f"sig={SECRET}"}
-        assert all("authorization" in asked.headers for asked in server.asked)
-        assert not any("proxy-authorization" in asked.headers for asked in server.asked)
-    assert all(head.startswith(b"CONNECT host.invalid:443") for head in heads)
-    assert all(b"Proxy-Authorization: Basic" in head for head in heads)
-    assert not any(SECRET.encode() in head for head in heads)
-
-
-@pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "-1", "soon"])
-def test_a_pause_that_a_server_asks_for_is_kept_or_ignored(
-    server: RangeServer, tmp_path: Path, text: str
-) -> None:
+@pytest.mark.parametrize("text", ["1", "Wed, 21 Oct 2015 07:28:00 GMT", "9" * 5_000, "soon"])
+def test_a_pause_that_a_server_asks_for_is_kept_or_ignored(server: RangeServer, text: str) -> None:
     """Seconds, or a date, which is over here. What is neither counts as no wish."""
-    np.save(tmp_path / "served" / "w.npy", np.ones(3))
+    np.save(server.folder / "w.npy", np.ones(3))
 
     def waits(asked: Asked, answer: Answer) -> None:
         if asked.number == 0:
@@ -832,19 +554,6 @@ def test_a_pause_that_a_server_asks_for_is_kept_or_ignored(
     server.fault, began = waits, time.monotonic()
     assert torchlift.open(server.url("w.npy"))["tensor"].tolist() == [1, 1, 1]
     assert (time.monotonic() - began >= 1) == (text == "1")
-
-
-def test_a_file_that_became_shorter_says_how_long_it_is(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    """A range behind its end is refused with the size, or without one."""
-    file = opened(server, bytes(1_000))
-    (server.folder / "f").write_bytes(bytes(10))
-    with pytest.raises(IntegrityError, match="found 10 bytes"):
-        file.read(500, 10)
-    server.fault = lambda asked, answer: answer.headers.pop("Content-Range", None)
-    with pytest.raises(IntegrityError, match="found a shorter file"):
-        file.read(500, 10)
 
 
 def test_names_in_an_index_stay_inside_its_folder(server: RangeServer, tmp_path: Path) -> None:
@@ -860,14 +569,3 @@ def test_names_in_an_index_stay_inside_its_folder(server: RangeServer, tmp_path:
     with pytest.raises(FormatError, match="a shard is missing"):
         torchlift.open(server.url(index.name))
     assert server.asked[-1].path == "%2e%2e/a.safetensors?x#y"
-
-
-def test_the_commands_answer_about_urls_without_torch(server: RangeServer, place: Path) -> None:
-    """`inspect` and `verify`, whose texts show the URL without its signature."""
-    name = str(place.relative_to(server.folder))
-    code = "import sys; from torchlift.cli import main; main(sys.argv[1:]); print(*sys.modules)"
-    for word in ("inspect", "verify"):
-        command = [sys.executable, "-c", code, word, f"{server.url(name)}?sig={SECRET}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "torch" not in done.stdout.splitlines()[-1].split()
-        assert SECRET not in done.stdout + done.stderr

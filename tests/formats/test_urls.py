@@ -103,20 +103,13 @@ def test_the_url_of_a_file_is_its_path(tmp_path: Path, start: str) -> None:
 DOORS: dict[str, Callable[[str], object]] = {
     "open": torchlift.open,
     "verify": torchlift.verify,
-    "digest": torchlift.digest,
     "diff": lambda url: torchlift.diff(url, "model.pt"),
-    "load": lambda url: torchlift.load(_linear(), url),
     "load from a list": lambda url: torchlift.load(_linear(), ["model.pt", url]),
     "convert from": lambda url: torchlift.convert(url, "new.safetensors"),
     "convert to": lambda url: torchlift.convert("model.pt", url, overwrite=True),
-    "save": lambda url: torchlift.save({"w": _linear().weight}, url),
     "save a folder": lambda url: torchlift.save({"w": _linear().weight}, url, format="dcp"),
     "Keeper": torchlift.Keeper,
     "reader": lambda url: torchlift.distributed.CheckpointReader(url).read_metadata(),
-    "reader's check": lambda url: torchlift.distributed.CheckpointReader.validate_checkpoint_id(
-        url
-    ),
-    "bench": lambda url: torchlift.bench.compare(url, repeat=1),
 }
 
 
@@ -141,16 +134,6 @@ def test_the_url_of_a_file_on_another_machine_is_refused(
     assert os.listdir() == ["model.pt"]
     assert len(torchlift.open("model.pt")) == 2
     assert len(torchlift.open(f"file://{tmp_path}/model.pt")) == 2
-
-
-def test_verify_takes_the_options_of_open(tmp_path: Path, server: RangeServer) -> None:
-    """Such as a token."""
-    import torch
-
-    torch.save({"w": torch.ones(2)}, tmp_path / "served" / "model.pt")
-    options = {"headers": {"Authorization": "Bearer t"}}
-    assert torchlift.verify(server.url("model.pt"), storage_options=options).ok
-    assert all(asked.headers["authorization"] == "Bearer t" for asked in server.asked)
 
 
 @pytest.mark.parametrize("call", [torchlift.open, torchlift.verify])

@@ -14,11 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import (
-    Call,
-    pickled,
-    tensor,
     write_safetensors,
-    write_script,
     write_zip,
 )
 from dcp_files import describe, write_dcp
@@ -28,10 +24,7 @@ from rank_files import Era
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-import torchlift
-from torchlift.errors import FormatError
 from torchlift.formats.detect import read_index
-from torchlift.formats.unpickle import Budget
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +53,8 @@ _PAIRS = b"](" + b"".join(_int(i) + b"N\x86" for i in range(10_000)) + b"e"
 _DICT = _MANY + b"d"
 
 
-def _heavy_key(leaf: bytes) -> bytes:
-    """A tuple of 64 tuples of 64 tuples of 64 leaves, a few hundred bytes long; memo 9."""
-    return leaf + b"q\x07" + b"0(" + b"h\x07" * 64 + b"tq\x080(" + b"h\x08" * 64 + b"tq\x090"
+#: A tuple of 64 tuples of 64 tuples of 64 leaves, a few hundred bytes long; memo 9.
+_HEAVY = b"Nq\x070" + b"(" + b"h\x07" * 64 + b"tq\x080(" + b"h\x08" * 64 + b"tq\x090"
 
 
 #: A quantised tensor whose scales are a list of 10,000 numbers, made again and again.
@@ -75,12 +67,6 @@ _WITH_SCALES = b"h\1(h\2K\0K\x10\x85K\1\x85(ctorch\nper_channel_affine\nh\3h\3K\
 
 PICKLES: dict[str, Callable[[], bytes]] = {
     "scales": lambda: _SCALES + b"](" + _WITH_SCALES * 2_000 + b"e.",
-    "scales under many keys": lambda: _SCALES + _WITH_SCALES + b"q\x040](" + b"h\4" * 5_000 + b"e.",
-    "what blocked objects hold": lambda: _MANY + b"lq\x000cno\nclass\nq\x010](" + b"h\1h\0\x85R"
-        * 5_000 + b"e.",
-    "a sparse tensor under many keys": lambda: b"ctorch._utils\n_rebuild_sparse_tensor\n("
-        b"X\x10\0\0\0torch.sparse_coo(" + pickled(tensor())[2:-1] + b"q\x630h\x63h\x63("
-        + b"K\2" * 64 + b"tttRq\x630](" + b"h\x63" * 100_000 + b"e.",
     "encode": lambda: _again("_codecs.encode", _LONG),
     "bytearray": lambda: _again("builtins.bytearray", b"B" + _LONG[1:]),
     "bytes": lambda: _again("builtins.bytes", _LONG, call=b"(h\1h\0X\6\0\0\0latin1o"),
@@ -98,51 +84,20 @@ PICKLES: dict[str, Callable[[], bytes]] = {
         b"X\1\0\0\x000X\3\0\0\0cpuK\4tQq\x020(" + b"".join(
             _int(i) + b"N" for i in range(10_000)) + b"dq\x030]("
         + b"h\1(h\2K\0))\x89Nh\3tR" * 5_000 + b"e."),
-    "call in a call": lambda: (
-        b"ctorch._tensor\n_rebuild_from_type_v2\nq\1" + b"(h\1N" * 900 + b")" + b"Nt" * 900
-        + b"R."),
-    "complex keys": lambda: b"](" + b"".join(
-        b"cbuiltins\ncomplex\nG" + struct.pack(">d", -1000003.0 * i) + b"G"
-        + struct.pack(">d", float(i)) + b"\x86RN\x86" for i in range(20_000)) + b"eq\0"
-        + b"0ccollections\nOrderedDict\nh\0\x85R.",
     "colliding tuples": lambda: b"}(" + b"".join(
         _int(a) + _int(b) + b"\x86N" for a, b in colliding_pairs(20_000)) + b"u.",
-    "colliding items of a set": lambda: b"\x8f(" + b"".join(
-        _int(a) + _int(b) + b"\x86" for a, b in colliding_pairs(20_000)) + b"\x90.",
-    "a heavy key": lambda: _heavy_key(b"N") + b"](" + b"}h\x09Ns" * 5_000 + b"e.",
-    "a heavy key of text": lambda: _heavy_key(_text(b"y" * 5_000)) + b"}h\x09Ns.",
-    "the text of a heavy key": lambda: _heavy_key(_text(b"y" * 60)) + b"](" + b"}h\x09}h\x09Nss"
-        * 300 + b"e.",
+    "a heavy key": lambda: _HEAVY + b"](" + b"}h\x09Ns" * 5_000 + b"e.",
     "empty lists": lambda: b"](" + b"]" * 300_000 + b"e.",
-    "empty dicts": lambda: b"](" + b"}" * 300_000 + b"e.",
-    "empty sets": lambda: b"](" + b"\x8f" * 300_000 + b"e.",
     "objects that are thrown away": lambda: b"}0" * 300_000 + b"N.",
     "a memo of millions": lambda: b"N" + b"\x94" * 300_000 + b".",
     "one list a million times": lambda: b"](" + b"N" * 1_000 + b"eq\0" + b"0](" + b"h\0" * 300_000
         + b"e.",
-    "an empty list a million times": lambda: b"]q\x000](" + b"h\0" * 300_000 + b"e.",
-    "one tensor a million times": lambda: pickled(tensor())[2:-1] + b"q\x630](" + b"h\x63" * 300_000
-        + b"e.",
     "one text a thousand times": lambda: _LONG + b"q\x000](" + b"h\0" * 10_000 + b"e.",
     "one text under many keys": lambda: _LONG + b"q\x000}(" + b"".join(
         _int(i) + b"h\0" for i in range(10_000)) + b"u.",
-    "one dict under many keys": lambda: b"}(" + b"".join(
-        _int(i) + b"N" for i in range(3_000)) + b"uq\x000}(" + b"".join(
-        _int(i) + b"h\0" for i in range(3_000)) + b"u.",
-    "a long key above many": lambda: b"}" + _LONG + b"}(" + b"".join(
-        _int(i) + b"N" for i in range(10_000)) + b"us.",
     "versions of many dicts": lambda: b"}X\x09\0\0\0_metadata}X\1\0\0\0a}(" + b"".join(
         _int(i) + b"N" for i in range(3_000)) + b"ussq\x000}(" + b"".join(
         _int(i) + b"ccollections\nOrderedDict\n)Rh\0b" for i in range(3_000)) + b"u.",
-    "a name in versions": lambda: b"}X\x09\0\0\0_metadata}X\1\0\0\0a}" + _heavy_key(
-        _text(b"z" * 5_000)) + b"h\x09Nsssq\x060"
-        b"ccollections\nOrderedDict\n)Rh\x06b.",
-    "extra states": lambda: b"}(" + b"".join(
-        _int(i) + b"N" for i in range(3_000)) + b"uq\x000}(" + b"".join(
-        _text(b"m%d._extra_state" % i) + b"h\0" for i in range(3_000)) + b"u.",
-    "a storage tag": lambda: b"ctorch._utils\n_rebuild_tensor_v2\nq\x010(X\7\0\0\0storagectorch\n"
-        b"FloatStorage\nX\1\0\0\x000" + _LONG + b"K\4tQq\x020](" + b"h\1(h\2K\0))\x89NtR" * 20_000
-        + b"e.",
 }  # fmt: skip
 
 
@@ -165,13 +120,8 @@ def _as_metadata(directory: Path, data: bytes) -> Path:
 
 #: Those that are tried in every place where a format has a pickle.
 _EVERYWHERE = (
-    "encode",
-    "set",
-    "colliding tuples",
-    "a heavy key",
-    "empty lists",
-    "a memo of millions",
-)
+    "encode", "set", "colliding tuples", "a heavy key", "empty lists", "a memo of millions",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PICKLES)
@@ -208,47 +158,6 @@ def test_an_item_is_read_for_one_name_only(tmp_path: Path) -> None:
     assert all("two items overlap in the file" in answer.text for answer in answers(names, chunks))
 
 
-def test_a_broadcast_item_is_refused(tmp_path: Path) -> None:
-    """A box over one number (stride 0) would make a tensor of 8 GiB out of 1.5 KB."""
-    view = pickled({"w": tensor((1 << 15, 1 << 15), (0, 0), numel=1)}["w"])
-    item = write_zip(tmp_path / "i", data=view, storages={"0": bytes(4)}).read_bytes()
-    halves = [((at << 15, 0), (1 << 15, 1 << 15)) for at in range(2)]
-    path = write_dcp(
-        tmp_path / "d", {"w": describe((1 << 16, 1 << 15), *halves)},
-        {("w", start): item for start, _ in halves},
-    )  # fmt: skip
-    with pytest.raises(
-        FormatError, match=r"an item does not store its numbers.*4294967296 bytes.*found 4 bytes"
-    ):
-        torchlift.open(path)
-
-
-def _nested_corners(size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Rows and columns that bend around each other: half of all boxes are open at any place."""
-    rows = [((at, at), (1, size - at)) for at in range(size)]
-    columns = [((at + 1, at), (size - at - 1, 1)) for at in range(size - 1)]
-    return rows + columns
-
-
-def test_thousands_of_chunks_are_not_compared_in_pairs(tmp_path: Path) -> None:
-    """Nor is anything else looked at once for each pair, whatever the boxes are."""
-    boxes = _nested_corners(3_000)
-    stored = {("w", torch.Size(start)): b"x" for start, _ in boxes}
-    fitting = write_dcp(tmp_path / "fitting", {"w": describe((3_000, 3_000), *boxes)}, stored)
-    (start, sizes) = boxes[10]
-    wrong = [*boxes[:10], ((start[0] + 1, start[1]), sizes), *boxes[11:]]
-    stored = {("w", torch.Size(start)): b"x" for start, _ in wrong}
-    other = write_dcp(tmp_path / "other", {"w": describe((3_000, 3_000), *wrong)}, stored)
-    one = {("w", torch.Size((0,) * 40)): b"x"}
-    shape = (3,) * 2 + (1,) * 38
-    corners = write_dcp(tmp_path / "corners", {"w": describe(shape, ((0,) * 40, (1,) * 40))}, one)
-    first, second, third = (found.text for found in answers(fitting, other, corners))
-    assert "overlap" not in first, "they fit, and no item is one"
-    assert "missing" not in first
-    assert "two pieces of a tensor overlap" in second
-    assert "pieces of a tensor are missing" in third
-
-
 def _many_corners(path: Path) -> Path:
     """A box of forty dimensions has 2**40 corners."""
     shape, half = (2,) * 40, ((0,) * 40, (1,) + (2,) * 39)
@@ -274,21 +183,17 @@ def _many_descriptors(path: Path) -> Path:
     return write_dcp(path / "d", {"w": box}, {}, {MetadataIndex("w", (0,)): named})
 
 
-def _shared_attributes(path: Path) -> Path:
-    """Of a script: one dict is the state of thousands of objects, each of which copies it."""
-    state = b"}(" + b"".join(_int(at) + b"N" for at in range(10_000)) + b"uq\x000"
-    data = b"\x80\x02" + state + b"c__torch__\nM\nq\x010](" + b"h\1)\x81h\0b" * 20_000 + b"e."
-    return write_script(path / "x", None, data=data)
-
-
 PAID = "expands to far more data than it stores"
 PLACES: list[tuple[Callable[[Path], Path], str]] = [
-    (_many_corners, PAID), (_shared_chunks, PAID), (_shared_attributes, PAID),
+    (_many_corners, PAID),
+    (_shared_chunks, PAID),
     (_many_descriptors, "a writer transformed"),
     # A path of two long texts, made thousands of times.
-    (lambda path: _as_metadata(
-        path, _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")), PAID),
-]  # fmt: skip
+    (
+        lambda path: _as_metadata(path, _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")),
+        PAID,
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "words"), PLACES)
@@ -300,34 +205,21 @@ def test_what_asks_for_much_is_paid_for(
     assert words in answer
 
 
-def test_one_shard_is_read_once_however_it_is_spelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By dots and slashes, by links, by hard links: two thousand names of one file."""
+def test_one_shard_is_read_once_however_it_is_spelled(tmp_path: Path) -> None:
+    """By dots and slashes, by links, by hard links: a thousand names of one file."""
     header = {f"k{at}": {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}
-              for at in range(3_000)}  # fmt: skip
-    write_safetensors(tmp_path / "a", header, bytes(3_000))
+              for at in range(1_200)}  # fmt: skip
+    write_safetensors(tmp_path / "a", header, bytes(1_200))
     (tmp_path / "inside").symlink_to(tmp_path)
-    names = ["./" * at + "a" for at in range(1_000)] + [
-        "." + "/" * at + "a" for at in range(1, 900)
-    ]
+    names = ["./" * at + "a" for at in range(1_000)]
     for at in range(100):
         os.link(tmp_path / "a", tmp_path / f"hard{at}")
         names += [f"hard{at}", "inside/" * (at % 30) + "a"]
-    index = {"weight_map": dict(zip(header, names, strict=False))}
-    (tmp_path / "x.index.json").write_text(json.dumps(index))
-    ((_, _, answer),) = answers(tmp_path / "x.index.json")
+    index = tmp_path / "x.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip(header, names, strict=True))}))
+    ((_, _, answer),) = answers(index)
     assert answer == "read"
-    opened: list[str] = []
-    true = open
-    monkeypatch.setattr(
-        "builtins.open", lambda file, *a, **k: opened.append(str(file)) or true(file, *a, **k)
-    )
-    found = read_index(tmp_path / "x.index.json")
-    monkeypatch.undo()
-    assert list(found.entries) == list(header)
-    assert len(found.storages) == len(header)
-    assert sum(not name.endswith(".json") for name in opened) == 1
+    assert len(read_index(index).storages) == len(header)
 
 
 def _zero(
@@ -370,82 +262,32 @@ def _dtensors(era: Era, path: Path, count: int, placements: object, mesh: tuple[
 
 
 def test_layouts_of_dtensors_cost_in_proportion_to_their_bytes(tmp_path: Path) -> None:
-    """Blocks without end, dimensions without end, one layout for many, one tensor of many names."""
+    """Blocks without end, one layout for many, one tensor of many names."""
     era = Era()
-    shard, replica = era.placed("Shard", dim=0), era.placed("Replicate")
-    many = [era.placed("_StridedShard", dim=0, split_factor=n) for n in (1 << 50, 1 << 19, 1 << 12)]
-    paths = {
-        "blocks": _dtensors(era, tmp_path / "a.pt", 1, (many[0],), (2,)),
-        "fewer": _dtensors(era, tmp_path / "b.pt", 1, (many[1],), (2,)),
-        "blocks of blocks": _dtensors(era, tmp_path / "c.pt", 2, (many[2], many[2]), (2, 2)),
-        "blocks for many": _dtensors(era, tmp_path / "d.pt", 1_000, (many[2],), (2,)),
-        "placements": _dtensors(era, tmp_path / "e.pt", 1_000, (replica,) * 100_000, (2,)),
-        "dimensions": _dtensors(
-            era, tmp_path / "f.pt", 1_000, (shard, *[replica] * 63), (16, *[1] * 63)
-        ),
-    }
-    one = era.dtensor(torch.zeros(2), (4,), [shard], [2], [0])
-    paths["names"] = era.save(tmp_path / "g.pt", dict.fromkeys(map(str, range(100_000)), one))
-    found = dict(zip(paths, answers(*paths.values()), strict=True))
-    for name in ("blocks", "fewer", "blocks of blocks", "blocks for many", "names"):
-        assert "expands to far more data than it stores" in found[name].text, name
-    for name in ("placements", "dimensions"):
-        assert found[name].kind == "Index" or "expands to far more" in found[name].text, name
-
-
-def test_absurd_names_of_slices_are_refused_at_once(tmp_path: Path) -> None:
-    """Numbers of ranks and of files that nobody has."""
-    for at, name in enumerate((
-        "model_world_size_999999999_rank_0.pt", "shard-00001-model-00001-of-999999999.safetensors",
-        "shard-999999999-model-00001-of-00001.safetensors",
-    )):  # fmt: skip
-        (tmp_path / str(at)).mkdir()
-        (tmp_path / str(at) / name).write_bytes(b"x")
-    for answer in answers(*(tmp_path / str(at) for at in range(3))):
-        assert "rank's" in answer.text  # files are missing, or one rank's slices are not all
+    many, some = (era.placed("_StridedShard", dim=0, split_factor=n) for n in (1 << 50, 1 << 12))
+    one = era.dtensor(torch.zeros(2), (4,), [era.placed("Shard", dim=0)], [2], [0])
+    paths = [
+        _dtensors(era, tmp_path / "blocks.pt", 1, (many,), (2,)),
+        _dtensors(era, tmp_path / "blocks of blocks.pt", 2, (some, some), (2, 2)),
+        _dtensors(era, tmp_path / "blocks for many.pt", 1_000, (some,), (2,)),
+        era.save(tmp_path / "names.pt", dict.fromkeys(map(str, range(100_000)), one)),
+    ]
+    for path, answer in zip(paths, answers(*paths), strict=True):
+        assert PAID in answer.text, path
 
 
 def test_absurd_numbers_of_ranks_are_refused_at_once(tmp_path: Path) -> None:
     """As the name of a file, and in a file."""
-    named = _zero(tmp_path / "named", [{"w": (2,)}], [torch.zeros(1)], world=2)
+    (tmp_path / "fsdp").mkdir()
+    (tmp_path / "fsdp" / "model_world_size_999999999_rank_0.pt").write_bytes(b"x")
+    named, told = (
+        _zero(tmp_path / name, [{"w": (2,)}], [torch.zeros(1)], world=2) for name in "ab"
+    )
     (named / "zero_pp_rank_999999999_mp_rank_00_optim_states.pt").write_bytes(b"x")
-    told = _zero(tmp_path / "told", [{"w": (2,)}], [torch.zeros(1)], world=2)
     other = {"partition_count": 10**15, "fp32_flat_groups": [torch.zeros(1)]}
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": other}, told / name)
-    first, second = answers(named, told)
-    assert "expected 1,000,000,000 files; found 3, without zero_pp_rank_2_" in first.text
-    assert "found 2, without zero_pp_rank_2_" in second.text
-
-
-def test_what_people_save_is_far_below_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Models, optimizers, plain data of every protocol: less than half of what their bytes give."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(50)))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    states = {
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-        "history": [{"step": at, "loss": at / 3, "tags": [], "more": {}} for at in range(5_000)],
-        "numbers": list(range(100_000)), "none": [None] * 100_000,
-        "keys": {(at, "a"): (at,) for at in range(5_000)}, "set": set(range(5_000)),
-    }  # fmt: skip
-    budgets: list[Budget] = []
-    grow = Budget.grow
-    monkeypatch.setattr(Budget, "grow", lambda b, n: (budgets.append(b), grow(b, n))[1])
-    for protocol in (2, 4):
-        for name, state in states.items():
-            path = tmp_path / f"{name}{protocol}.pt"
-            torch.save(state, path, pickle_protocol=protocol)
-            budgets.clear()
-            read_index(path)
-            whole = Budget(path.stat().st_size).left
-            assert budgets[0].left > whole / 2, (name, protocol, budgets[0].left / whole)
-
-
-def test_a_call_is_what_it_was_when_it_was_made(tmp_path: Path) -> None:
-    """The net below the tests of pickles: they are not all refused for being malformed."""
-    path = write_zip(tmp_path / "x.pt", {"a": Call(bytearray, b"x" * 9), "b": torch.Size([1])})
-    assert read_index(path).objects == {"a": bytearray(b"x" * 9), "b": (1,)}
+    first, second, third = answers(tmp_path / "fsdp", named, told)
+    assert "rank's files are missing" in first.text
+    assert "expected 1,000,000,000 files; found 3, without zero_pp_rank_2_" in second.text
+    assert "found 2, without zero_pp_rank_2_" in third.text

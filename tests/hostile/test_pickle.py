@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-from checkpoint_files import pickled, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift.errors import FormatError
-from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
+from torchlift.formats.torch_pickle import TorchWorld
 from torchlift.formats.unpickle import read_pickle
 
 _scalars = st.one_of(
@@ -45,12 +42,3 @@ def test_integers_of_python_2_are_read():
     """It writes those of more than 32 bits as text, in protocol 2, too."""
     data = b"\x80\x02]q\0(I2147483648\nI-9007199254740993\nU\x01ae."
     assert read_pickle(data, TorchWorld())[0] == pickle.loads(data) == [2**31, -(2**53) - 1, "a"]
-
-
-def test_a_tensor_whose_name_is_not_text_leaves_no_storage_behind():
-    """Its name is refused first."""
-    data = pickled({f"k{i}": tensor(storage=str(i)) for i in range(3)})
-    world = TorchWorld()
-    with pytest.raises(FormatError, match="not valid UTF-8"):
-        read_torch_pickle(data.replace(b"k2", b"\xff2"), world)
-    assert list(world.storages) == ["0", "1"]

@@ -34,7 +34,6 @@ def test_every_version_that_torch_reads_is_read(path):
 INDICES = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
 VALUES = tensor((2,), (1,))
 NUMBERS = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
-OFFSETS = tensor((2,), (1,), storage_type=torch.LongStorage, storage="i")
 
 
 def sparse(layout="torch.sparse_coo", data=(INDICES, VALUES, (3, 3))):
@@ -50,21 +49,6 @@ def meta(*arguments):
     return Call(torch._utils._rebuild_meta_tensor_no_storage, *arguments)
 
 
-def nested(*arguments):
-    return Call(torch._utils._rebuild_nested_tensor, *arguments)
-
-
-def jagged(*, tensors=None, kind=None, **given):
-    """A jagged tensor; `tensors` are those that its state sets again."""
-    from torch.nested._internal import nested_tensor as njt
-
-    names = {"_values": "values", "_offsets": "offsets", "_lengths": "lengths"}
-    state = {attribute: given.get(name) for attribute, name in names.items()}
-    state |= {"_ragged_idx": given.get("_ragged_idx", 1), **(tensors or {})}
-    kind = kind or njt.NestedTensor
-    return Call(torch._tensor._rebuild_from_type_v2, njt._rebuild_njt, kind, (given,), state)
-
-
 def write_others(path, obj, indices=(0, 1, 1, 2)):
     """A file with a storage of four int64 beside others of 16 bytes."""
     storages = {"0": bytes(16), "q": bytes(16), "i": struct.pack("<4q", *indices)}
@@ -76,38 +60,21 @@ def write_others(path, obj, indices=(0, 1, 1, 2)):
     ("made", "match"),
     [
         (sparse("torch.strided"), "does not accept"),
-        (sparse(["torch.sparse_coo"]), "does not accept"),
         (sparse("torch.sparse_csr"), "does not accept"),
-        (sparse(data=()), "does not accept"),
-        (sparse(data=(INDICES, (3, 3))), "does not accept"),
         (sparse(data=(INDICES, 5, (3, 3))), "does not accept"),
-        (sparse(data=(INDICES, VALUES, (3, 3), "yes")), "does not accept"),
         (sparse(data=(INDICES, sparse(), (3, 3))), "does not accept"),
-        (sparse(data=(INDICES, VALUES, 9)), "'w': a tensor has an invalid size"),
-        (sparse(data=(INDICES, VALUES, (3, -1))), "'w': a tensor has an invalid size"),
         (sparse(data=(INDICES, VALUES, (1 << 40, 1 << 40))), "'w': a tensor has an invalid"),
         (sparse(data=(INDICES, tensor((9,), (1,)), (3, 3))), "'w': a tensor reaches outside"),
-        (sparse(data=(tensor(storage="x"), VALUES, (3, 3))), "'w': the storage of a tensor"),
-        (quantised((torch.per_tensor_affine, 0.1)), "does not accept"),
         (quantised((torch.per_tensor_affine, "0.1", 0)), "does not accept"),
-        (quantised((torch.per_tensor_affine, 0.1, 0.5)), "does not accept"),
-        (quantised((torch.per_tensor_symmetric, 0.1, 0)), "does not accept"),
         (quantised((torch.per_channel_affine, [0.1], [0], 2)), "does not accept"),
-        (quantised((torch.per_channel_affine, [0.1], [0], -1)), "does not accept"),
         (quantised((torch.per_channel_affine, ["a"], [0], 0)), "does not accept"),
-        (quantised((torch.per_channel_affine, VALUES, [0], 0)), "does not accept"),
         (quantised((0.1, 0), storage=StorageId("storage", torch.FloatStorage, "0", "cpu", 4)),
          "does not accept"),
         (quantised((torch.per_tensor_affine, 0.1, 0), size=(4, 5)), "'w': a tensor reaches outs"),
-        (quantised((torch.per_tensor_affine, 0.1, 0), stride=(4,)), "'w': the numbers of st"),
         (Call(torch._utils._rebuild_tensor_v2, NUMBERS, 0, (4,), (1,), False, OrderedDict()),
          "does not accept"),
-        (meta("float32", (2,), (1,)), "does not accept"),
         (meta(torch.qint8, (2,), (1,)), "does not accept"),
-        (meta(torch.float32, (2,), (1, 1)), "'w': the numbers of stride"),
         (meta(torch.float32, (1 << 40, 1 << 40), (1, 1)), "'w': a tensor has an invalid size"),
-        (Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, 5, torch.float32, "xla", False),
-         "does not accept"),
     ],
 )  # fmt: skip
 def test_an_impossible_tensor_made_of_others_is_refused(path, made, match):
@@ -136,26 +103,6 @@ def test_values_that_make_no_tensor_are_refused_when_it_is_asked_for(path, made,
     with torchlift.open(path) as ckpt:
         assert ckpt["v"].tolist() == [0, 0]
         with pytest.raises(FormatError, match=match) as caught:
-            ckpt["w"]
-    assert (caught.value.file, caught.value.entry) == (str(path), "w")
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        nested(VALUES, INDICES, INDICES, OFFSETS),
-        nested(VALUES, (0, 0)),
-        jagged(values=VALUES, offsets=OFFSETS),
-        jagged(values=VALUES, offsets=OFFSETS, tensors={"data": VALUES}),
-        jagged(offsets=(0, 1), kind=torch.Tensor),
-    ],
-)
-def test_a_nested_tensor_is_blocked_whatever_it_is_made_of(path, made):
-    """Torch reads outside of memory with some of them; the others stay readable."""
-    write_others(path, {"w": made, "v": VALUES})
-    with torchlift.open(path) as ckpt:
-        assert ckpt["v"].tolist() == [0, 0]
-        with pytest.raises(FormatError, match="nested tensors") as caught:
             ckpt["w"]
     assert (caught.value.file, caught.value.entry) == (str(path), "w")
 

@@ -22,7 +22,7 @@ from checkpoint_files import (
     write_zip,
 )
 from damaged_files import refused
-from second_readers import OWNERS, Refused, by_owner, differences, made, tensors, valid
+from second_readers import OWNERS, Refused, by_owner, differences, made, valid
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_parameter_with_state
 
@@ -37,11 +37,6 @@ _END, _LOCATOR64, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 def _archive(directory: Path, fill: float) -> bytes:
     torch.save({"w": torch.full((4,), fill)}, directory / "a.pt")
     return (directory / "a.pt").read_bytes()
-
-
-def _numbers_of(data: bytes) -> tuple[int, int, int]:
-    """Count, length and start of the directory, from the zip64 end record."""
-    return struct.unpack_from("<QQQ", data, data.rfind(_END64) + 32)  # type: ignore[return-value]
 
 
 def _end(count: int, nbytes: int, start: int, comment: int = 0) -> bytes:
@@ -59,28 +54,19 @@ def _two_in_one(directory: Path) -> tuple[bytes, tuple[int, int, int], tuple[int
 
     The offsets in the second one's directory count from the start of the whole.
     """
-    parts, places, at = [], [], 0
+    parts, places = b"", []
     for fill in (1.0, 2.0):
         data = bytearray(_archive(directory, fill))
-        count, nbytes, start = _numbers_of(data)
+        # Count, length and start of the directory, from the zip64 end record.
+        count, nbytes, start = struct.unpack_from("<QQQ", data, data.rfind(_END64) + 32)
         header = start
         for _ in range(count):
-            lengths = struct.unpack_from("<HHH", data, header + 28)
             (offset,) = struct.unpack_from("<I", data, header + 42)
-            struct.pack_into("<I", data, header + 42, offset + at)
-            header += 46 + sum(lengths)
-        parts.append(bytes(data[: start + nbytes]))
-        places.append((count, nbytes, at + start))
-        at += start + nbytes
-    return b"".join(parts), places[0], places[1]
-
-
-def test_torch_reads_the_second_of_two_archives(tmp_path: Path) -> None:
-    """The files below can be told apart: which end record counts decides what is read."""
-    both, first, second = _two_in_one(tmp_path)
-    for at, place in enumerate((first, second)):
-        (tmp_path / "x.pt").write_bytes(both + _end(*place))
-        assert torch.load(tmp_path / "x.pt")["w"][0] == at + 1
+            struct.pack_into("<I", data, header + 42, offset + len(parts))
+            header += 46 + sum(struct.unpack_from("<HHH", data, header + 28))
+        places.append((count, nbytes, len(parts) + start))
+        parts += data[: start + nbytes]
+    return parts, places[0], places[1]
 
 
 def _comment_that_does_not_fit(directory: Path) -> bytes:
@@ -209,24 +195,6 @@ def test_a_pickle_that_means_something_else_to_torch_is_refused(tmp_path: Path, 
         read_index(path)
 
 
-def test_torch_takes_the_type_of_a_storage_from_where_it_meets_it_first(tmp_path: Path) -> None:
-    """That is why two types are refused: the second tensor would not be of its own."""
-    data, _ = CRAFTED["two types of one storage"]
-    found = torch.load(write_zip(tmp_path / "x.pt", data=data))
-    assert found["v"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind", [b"Counter", b"defaultdict"])
-def test_what_is_put_into_an_argument_later_is_not_in_the_copy(tmp_path: Path, kind: bytes) -> None:
-    """Counter and defaultdict copy the dict they are given, and so does what we show."""
-    call = b"ccollections\n" + kind + (b"\nNh\5\x86R" if kind == b"defaultdict" else b"\nh\5\x85R")
-    data = b"\x80\2(}q\5X\1\0\0\0aNs" + call + b"h\5X\1\0\0\0b" + _tensor_pickle() + b"st."
-    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
-    assert list(read_index(path).entries) == ["0.b", "2.b"]
-    if kind == b"Counter":
-        assert [key for key, _ in tensors(torch.load(path))] == ["0.b", "2.b"]
-
-
 @pytest.mark.parametrize("name", ACTING)
 def test_attributes_that_show_other_numbers_are_not_set(tmp_path: Path, name: str) -> None:
     """State with ``data`` in it replaces a tensor's values; such a tensor is listed as blocked."""
@@ -256,14 +224,6 @@ def test_all_attributes_that_act_are_known() -> None:
             if changed and name not in (*ACTING, *hidden):
                 acting.append(name)
     assert acting == []
-
-
-def test_attributes_of_ones_own_do_not_hide_a_tensor(tmp_path: Path) -> None:
-    """What people set on their parameters is of no consequence to the numbers."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.tag = "x"  # type: ignore[attr-defined]
-    torch.save({"p": parameter}, tmp_path / "x.pt")
-    assert list(read_index(tmp_path / "x.pt").entries) == ["p"]
 
 
 # Pickles whose meaning depends on when or how something is looked at: name -> opcodes. ------------
@@ -307,9 +267,8 @@ _LATER = {
         _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"keys") + b"Nsbs", "refused"),
     "an OrderedDict with attributes": (
         _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"version") + b"K\1sbs", "both"),
-    "an octal number": (_key(b"n") + b"I010\ns", "refused"),
-    "a hexadecimal number": (_key(b"n") + b"I0x10\ns", "refused"),
-    "a number with a sign": (_key(b"n") + b"I-8\ns", "both"),
+    "an octal number": (_key(b"n") + b"I010\ns", "neither"),
+    "a hexadecimal number": (_key(b"n") + b"I0x10\ns", "neither"),
     "a place in the memo that is negative": (_key(b"n") + b"p-1\nNs", "neither"),
     "a device beside the text that names it": (
         b"(" + _key(b"l") + b"](}(" + _key(b"cpu") + b"K\1ctorch\ndevice\n" + _key(b"cpu")
@@ -336,27 +295,9 @@ def test_a_pickle_means_what_it_means_to_torch(tmp_path: Path, name: str) -> Non
     assert differences("torch-zip", path) == (expected, [])
 
 
-class Kept(torch.Tensor):
-    """A class that a caller allows."""
-
-
-def test_the_state_of_a_subclass_is_that_at_the_call(tmp_path: Path) -> None:
-    """What the pickle puts into it later is no attribute of the tensor, as with torch.load."""
-    name = f"{Kept.__module__}\nKept\n".encode()
-    typed = (b"ctorch._tensor\n_rebuild_from_type_v2\n("
-             + _rebuilt()[:-2].replace(b"v2\n(", b"v2\nc" + name + b"(", 1)
-             + b"t}q\7" + _key(b"mine") + b"K\1stR")  # fmt: skip
-    data = b"\x80\2}(" + _key(b"w") + typed + _key(b"s") + b"h\7" + _key(b"late") + b"K\2su."
-    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
-    with torch.serialization.safe_globals([Kept]):
-        theirs = torch.load(path, weights_only=True)["w"]
-    with torchlift.open(path, allow_classes=[Kept]) as ckpt:
-        assert vars(ckpt["w"]) == vars(theirs) == {"mine": 1}
-
-
 #: Format -> files of it that each test run compares; what takes long to read is compared less.
 _COUNTS = {
-    "programs": 500, "wide programs": 500, "legacy programs": 250, "torch-zip": 300,
+    "programs": 500, "legacy programs": 250, "torch-zip": 300,
     "torch-legacy": 150, "torchscript": 30, "safetensors": 300,
     "dcp": 20, "gguf": 8, "npz": 100, "npy": 200,
 }  # fmt: skip
@@ -385,24 +326,3 @@ def test_the_readers_that_are_compared_do_differ_where_files_do(tmp_path: Path) 
         assert differences("torch-zip", tmp_path / "x")[0] == "different"
     with pytest.raises(Refused):
         by_owner(lambda path: torch.load(path, weights_only=True), tmp_path / "none")
-
-
-def test_tied_negative_views_are_one_tensor_in_a_tree(tmp_path: Path) -> None:
-    """What changes one of them changes the other, as in what torch loads."""
-    view = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
-    assert view.is_neg()
-    torch.save({"x": view, "y": view}, tmp_path / "x.pt")
-    with torchlift.open(tmp_path / "x.pt") as ckpt:
-        tree = ckpt.tree()
-    assert tree["x"].tolist() == [-2, 4]
-    assert tree["x"].data_ptr() == tree["y"].data_ptr()
-
-
-def test_metadata_that_contains_itself_is_refused_by_its_tree(tmp_path: Path) -> None:
-    """It is beside the items of an OrderedDict, where nobody looks for containers."""
-    inner = b"}q\x09" + _key(b"a") + b"h\x09s"
-    state = b"}" + _key(b"_metadata") + inner + b"sb"
-    data = b"\x80\2}" + _key(b"o") + b"ccollections\nOrderedDict\n)R" + state + b"s."
-    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", data=data))
-    with ckpt, pytest.raises(FormatError, match="contain themselves"):
-        ckpt.tree()

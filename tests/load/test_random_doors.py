@@ -1,6 +1,6 @@
 """Random models through every door of `load`, compared with torch's `load_state_dict`.
 
-`random_doors` makes them; run as a program, it takes many more.
+`random_doors` makes them.
 """
 
 from __future__ import annotations

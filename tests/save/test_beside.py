@@ -158,16 +158,6 @@ def test_a_journal_is_kept_as_long_as_nobody_can_tell_what_is_needed(tmp_path: P
     assert first(tmp_path) == 2
 
 
-@pytest.mark.parametrize("length", [150, 190, 200, 218])
-def test_a_set_with_a_long_name_is_saved_again_and_again(tmp_path: Path, length: int) -> None:
-    """The names of its head and of its journal are clipped, and must differ. Nothing stays."""
-    path = tmp_path / ("y" * length + ".safetensors")
-    for state in (ONE, TWO, ONE):
-        torchlift.save(state, path, max_shard_size=500)
-        assert first(tmp_path) == state["a"][0]
-        assert len(os.listdir(tmp_path)) == 3
-
-
 def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:
     """Who has read an index before two saves finds its shards gone, rather than other values."""
     seen: set[str] = set()
@@ -175,60 +165,6 @@ def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:
         report = torchlift.save(ONE if at % 2 else TWO, tmp_path, format="sharded")
         assert not seen & set(report.files[:-1])
         seen.update(report.files[:-1])
-
-
-def test_folders_that_are_made_are_durable_and_may_appear_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another saver may make one first; after an error those that are ours are gone."""
-    mkdir, fsync, flushed = os.mkdir, os.fsync, set()
-
-    def both(path: str, mode: int = 0o777) -> None:
-        if str(path).endswith("b"):
-            mkdir(path)
-        mkdir(path, mode)
-
-    def noted(descriptor: int) -> None:
-        flushed.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def denied(*args: object) -> None:
-        raise PermissionError(13, "denied")
-
-    path = tmp_path / "a" / "b" / "c"
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", both)
-        patch.setattr(os, "fsync", noted)
-        torchlift.save(ONE, path, format="dcp")
-    assert first(path) == 1
-    assert {folder.stat().st_ino for folder in (*path.parents[:3], path)} <= flushed
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "mkdir", lambda p: denied() if str(p).endswith("e") else mkdir(p))
-        with pytest.raises(CheckpointError, match="denied"):
-            torchlift.save(ONE, tmp_path / "d" / "e", format="dcp")
-    assert os.listdir(tmp_path) == ["a"]
-
-
-def test_an_old_shard_that_cannot_be_removed_is_told_and_goes_with_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message says that the new checkpoint is in place."""
-    path, unlink = tmp_path / "x.safetensors.index.json", os.unlink
-    torchlift.save({"w": torch.ones(3)}, path)
-    (shard,) = tmp_path.glob("*.safetensors")
-
-    def denied(name: str) -> None:
-        if str(name) == str(shard):
-            raise PermissionError(13, "denied")
-        unlink(name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", denied)
-        with pytest.raises(CheckpointError, match=r"new checkpoint is in place, .*denied"):
-            torchlift.save({"w": torch.zeros(3)}, path)
-    assert torchlift.open(path)["w"].tolist() == [0, 0, 0]
-    torchlift.save({"w": torch.ones(3)}, path)
-    assert len(os.listdir(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("size", [None, 10, "1GB"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from torchlift.errors import (
     PlacementError,
     UnsafeError,
 )
-from torchlift.measure import in_child
 
 
 def legacy(path: Path) -> dict[str, Any]:
@@ -75,21 +72,15 @@ class Net(nn.Module):
 def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
     """Name -> a training's checkpoint, and the container of its model."""
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    net.model[0](torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    both = {"optimizer": optimizer.state_dict(), "model": net.state_dict(), "config.yaml": "a: 1"}
+    state = torch.optim.AdamW(net.parameters()).state_dict()
+    both = {"optimizer": state, "model": net.state_dict(), "config.yaml": "a: 1"}
     lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
-                 "callbacks": {}, "optimizer_states": [optimizer.state_dict()]}  # fmt: skip
+                 "callbacks": {}, "optimizer_states": [state]}  # fmt: skip
     torch.save(both, folder / "both.pt")
-    torch.save(both, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save(lightning, folder / "last.ckpt")
-    torch.save({"ema": net.state_dict(), "model": net.state_dict()}, folder / "ema.pt")
     torchlift.save(both, folder / "dcp", format="dcp")
-    files = {"both.pt": "model", "old.pth": "model", "last.ckpt": "state_dict", "ema.pt": "ema",
-             "dcp": "model"}  # fmt: skip
-    return {**{name: (folder / name, root) for name, root in files.items()},
-            "in memory": (both, "model")}  # fmt: skip
+    return {"both": (folder / "both.pt", "model"), "last": (folder / "last.ckpt", "state_dict"),
+            "dcp": (folder / "dcp", "model"), "in memory": (both, "model")}  # fmt: skip
 
 
 def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them(
@@ -114,38 +105,18 @@ def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them
             assert json.loads(capsys.readouterr().out)["hint"] is None
 
 
-@pytest.mark.parametrize("kind", ["state dict", "extra state", "nested", "optimizer", "flat"])
+@pytest.mark.parametrize("kind", ["state dict", "extra state", "nested", "flat"])
 def test_keys_that_are_a_model_s_own_get_no_hint(tmp_path: Path, kind: str) -> None:
     """Dots alone make no container, nor does what is nested because the model is."""
-    src = tmp_path / "x.pt"
-    state: Any = Net().state_dict()
+    src, state = tmp_path / "x.pt", dict[str, Any](Net().state_dict())
     if kind == "extra state":
         state["model.0._extra_state"] = {"scale.of": torch.ones(1)}
     elif kind == "nested":
         state = {"encoder": {"layer": {"kernel": torch.ones(1)}}, "head": {"bias": torch.ones(1)}}
-    elif kind == "optimizer":
-        net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
-        net.model[0](torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        state = optimizer.state_dict()
-    torch.save(state, src)
-    if kind == "flat":
-        torchlift.convert(src, tmp_path / "x.safetensors")
+    elif kind == "flat":
         src = tmp_path / "x.safetensors"
+    torchlift.save(state, src)
     assert torchlift.convert(src, tmp_path / "y.safetensors").hint is None
-
-
-def test_a_rename_a_filter_or_another_format_needs_no_root(tmp_path: Path) -> None:
-    """What counts are the names that are written; a torch file keeps the containers."""
-    src, _ = training_files(tmp_path)["both.pt"]
-    done = partial(torchlift.convert, src, overwrite=True)
-    dst = tmp_path / "y.safetensors"
-    assert done(dst, rename=remap.strip("model.")).hint is None
-    assert done(dst, exclude=["model.*"]).hint is None
-    assert done(tmp_path / "y.pt").hint is None
-    assert done(tmp_path / "dcp2", format="dcp").hint is None
-    assert done(dst, include=["model.*"], dry_run=True).hint is not None
 
 
 def test_root_rename_dtype_and_filters_work_together(tmp_path: Path) -> None:
@@ -167,21 +138,6 @@ def test_root_rename_dtype_and_filters_work_together(tmp_path: Path) -> None:
     assert report.cast == dict.fromkeys(("net.w", "net.tied"), ("float32", "bfloat16"))
 
 
-def test_a_dtype_by_key_unties_what_it_casts_apart(tmp_path: Path) -> None:
-    """And the report says so."""
-    legacy(tmp_path / "x.pth")
-    rule = remap.by_pattern({r"tied$": torch.float64})
-    report = torchlift.convert(
-        tmp_path / "x.pth", tmp_path / "x.pt", root="model", dtype=rule, include=["*w", "*tied"]
-    )
-    found = torch.load(tmp_path / "x.pt")
-    assert {key: value.dtype for key, value in found.items()} == {
-        "module.w": torch.float32,
-        "module.tied": torch.float64,
-    }
-    assert report.lost == {"module.tied": "shares no memory with module.w any more"}
-
-
 def test_containers_of_a_torch_file_stay(tmp_path: Path) -> None:
     """Integer keys, lists and plain data; what is left out takes its containers with it."""
     state = legacy(tmp_path / "x.pth")
@@ -200,15 +156,16 @@ def test_containers_of_a_torch_file_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dst", ["y.pt", "y.safetensors", "y"])
 def test_tensors_that_only_code_could_rebuild_are_refused_by_name(tmp_path: Path, dst: str) -> None:
-    """Never left out without being told; nothing of them is imported."""
-
+    """Never left out without being told, by a save neither; nothing of them is imported."""
     trap = Call(os.getenv, "HOME", tensor())
-    write_zip(tmp_path / "x.pt", {"w": tensor(), "trap": trap})
+    src = write_zip(tmp_path / "x.pt", {"w": tensor(), "trap": trap})
     format = "dcp" if dst == "y" else None
-    with pytest.raises(UnsafeError, match=r"'trap': only unpickling .*getenv.* exclude=\['trap'\]"):
-        torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format)
+    with torchlift.open(src) as ckpt:
+        for write, source in (torchlift.convert, src), (torchlift.save, ckpt):
+            with pytest.raises(UnsafeError, match=r"'trap': only .*getenv.* exclude=\['trap'\]"):
+                write(source, tmp_path / dst, format=format)
     assert os.listdir(tmp_path) == ["x.pt"]
-    torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format, exclude=["trap"])
+    torchlift.convert(src, tmp_path / dst, format=format, exclude=["trap"])
     assert list(torchlift.open(tmp_path / dst)) == ["w"]
 
 
@@ -229,45 +186,6 @@ def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> N
     assert src.read_bytes() == before
     torchlift.convert(src, src, dtype="float16", overwrite=True)
     assert load_file(src)["w"].dtype == torch.float16
-
-
-def test_a_source_stays_under_its_other_names_and_in_its_folder(tmp_path: Path) -> None:
-    """A second hard link is replaced alone; a result inside of the source's folder is beside it."""
-    src, link = tmp_path / "x.safetensors", tmp_path / "link.safetensors"
-    torchlift.save({"w": torch.ones(3)}, src)
-    os.link(src, link)
-    with pytest.raises(CheckpointError, match="there is something of this name"):
-        torchlift.convert(src, link, dtype="float16")
-    torchlift.convert(src, link, dtype="float16", overwrite=True)
-    assert torchlift.open(src)["w"].dtype == torch.float32
-    assert torchlift.open(link)["w"].dtype == torch.float16
-    folder = tmp_path / "dcp"
-    torchlift.convert(src, folder, format="dcp")
-    torchlift.convert(folder, folder / "inside" / "y.index.json", max_shard_size=1)
-    torchlift.convert(folder, folder / "y.pt")
-    assert torchlift.diff(folder, folder / "y.pt").equal
-    assert torchlift.diff(folder, folder / "inside").equal
-
-
-@pytest.mark.parametrize("format", ["sharded", "dcp"])
-def test_nothing_of_somebody_else_s_is_removed(tmp_path: Path, format: str) -> None:
-    """A folder that is written over keeps all that its checkpoint did not name."""
-    src, dst = tmp_path / "x.pt", tmp_path / "to"
-    options: dict[str, Any] = {"max_shard_size": 1} if format == "sharded" else {}
-    torchlift.save({"w": torch.ones(3), "W": torch.zeros(3)}, src)
-    dst.mkdir()
-    theirs = {"__7_0.distcp", "model-00009-of-00009.safetensors", "notes.txt", "config.json",
-              "w.safetensors", "deep"}  # fmt: skip
-    for name in theirs - {"deep"}:
-        (dst / name).write_text("mine", encoding="utf-8")
-    (dst / "deep").mkdir()
-    for _ in range(2):
-        report = torchlift.convert(src, dst, format=format, overwrite=True, **options)
-        ours = {os.path.basename(path) for path in report.files}
-        assert set(os.listdir(dst)) == theirs | ours
-    # A tensor that is larger than a shard has one of its own.
-    assert len(ours) == (3 if format == "sharded" else 2)
-    assert torchlift.diff(src, report.path).equal
 
 
 @pytest.mark.parametrize("dst", ["y.safetensors", "y/y.index.json", "y.pt", "y"])
@@ -310,18 +228,13 @@ def test_a_damaged_file_does_not_become_one_that_is_right(
 def test_only_what_is_converted_has_to_be_whole(tmp_path: Path) -> None:
     """The model of a training checkpoint whose optimizer state is damaged can be saved."""
     src, dst = tmp_path / "x.pt", tmp_path / "y.safetensors"
-    state = {"model": {"a": torch.ones(100), "b": torch.ones(9)}, "optim": {"m": torch.ones(7)}}
-    torchlift.save(state, src)
+    torchlift.save({"model": {"a": torch.ones(100)}, "optim": {"m": torch.ones(7)}}, src)
     flip(src, "optim.m")
-    assert main(["convert", str(src), str(dst)]) == 1
-    assert not dst.exists()
-    assert main(["convert", str(src), str(dst), "--root", "model"]) == 0
+    words = ["convert", str(src), str(dst), "--overwrite"]
+    assert main(words) == 1
+    assert main([*words, "--root", "model"]) == 0
     torchlift.convert(src, dst, exclude=["optim.*"], dtype="bfloat16", overwrite=True)
-    flip(src, "model.a")
-    assert main(["convert", str(src), str(dst), "--root", "model", "--overwrite"]) == 1
-    assert (
-        main(["convert", str(src), str(dst), "--root", "model", "--overwrite", "--no-verify"]) == 0
-    )
+    assert main([*words, "--no-verify"]) == 0
 
 
 @pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
@@ -372,27 +285,19 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
         ({"rename": lambda key: None if "m." in key else key}, "no tensor is left"),
     ],
 )
-@pytest.mark.parametrize("dst", ["x.pt", "y.pt", "y.safetensors", "y"])
 def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], told: str, dst: str
+    tmp_path: Path, options: dict[str, Any], told: str
 ) -> None:
     """Before anything is written, the source itself above all; a dry run says so, too."""
     state = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3, "config": {"lr": 0.1}}
-    torch.save(state, tmp_path / "x.pt")
-    before = (tmp_path / "x.pt").read_bytes()
-    format = "dcp" if dst == "y" else None
-    for dry_run in (True, False):
-        with pytest.raises(MismatchError, match=told) as caught:
-            torchlift.convert(
-                tmp_path / "x.pt", tmp_path / dst, format=format, overwrite=True, dry_run=dry_run,
-                **options,
-            )  # fmt: skip
-        assert caught.value.file == str(tmp_path / "x.pt")
-    for source in (state, [tmp_path / "x.pt", state]):
-        with pytest.raises(MismatchError, match=told):
-            torchlift.convert(source, tmp_path / "z.pt", **options)
+    torch.save(state, src := tmp_path / "x.pt")
+    before = src.read_bytes()
+    for source in (src, state, [src, state]):
+        for dry_run in (True, False):
+            with pytest.raises(MismatchError, match=told):
+                torchlift.convert(source, src, overwrite=True, dry_run=dry_run, **options)
     assert os.listdir(tmp_path) == ["x.pt"]
-    assert (tmp_path / "x.pt").read_bytes() == before
+    assert src.read_bytes() == before
 
 
 def test_of_a_source_without_tensors_what_there_is_is_kept(tmp_path: Path) -> None:
@@ -400,14 +305,6 @@ def test_of_a_source_without_tensors_what_there_is_is_kept(tmp_path: Path) -> No
     torch.save({"config": {"lr": 0.1}, "epoch": 3}, tmp_path / "x.pt")
     torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt")
     assert torch.load(tmp_path / "y.pt") == {"config": {"lr": 0.1}, "epoch": 3}
-
-
-def test_leaving_out_a_key_keeps_a_container_of_that_name(tmp_path: Path) -> None:
-    """A leaf and a container may have one name once names are joined by dots."""
-    torch.save({"a": {"b": 1}, "a.b": {"x": torch.ones(2)}}, tmp_path / "x.pt")
-    report = torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", exclude=["a.b"])
-    assert report.tensors == 1
-    assert list(torchlift.open(tmp_path / "y.pt")) == ["a.b.x"]
 
 
 def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
@@ -446,17 +343,13 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
-_ADDED = "torchlift.convert(args[0], args[1], transform=lambda name, tensor: tensor + 1)"
-
-
 def test_a_transform_takes_the_memory_of_some_tensors(tmp_path: Path) -> None:
     """Not of all that it has made: what is freed goes back, tensor after tensor."""
-    state = {str(number): torch.ones(1 << 20) for number in range(40)}
-    torchlift.save(state, tmp_path / "x.safetensors")
-    arguments = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
-    child = in_code(_ADDED, *arguments, setup=_SETUP)
-    assert child.memory.added_anonymous < 64 << 20
-    assert float(load_file(arguments[1])["39"][0]) == 2
+    src, dst = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
+    torchlift.save({str(number): torch.ones(1 << 20) for number in range(40)}, src)
+    code = "torchlift.convert(args[0], args[1], transform=lambda name, tensor: tensor + 1)"
+    assert in_code(code, src, dst, setup=_SETUP).memory.added_anonymous < 64 << 20
+    assert float(load_file(dst)["39"][0]) == 2
 
 
 def test_the_command_says_what_it_would_write_and_writes_it(
@@ -489,80 +382,14 @@ def test_the_command_says_what_it_would_write_and_writes_it(
 
 @pytest.mark.parametrize("name", ["new.pt", "new.safetensors"])
 def test_ties_that_a_transform_ends_are_in_the_report(tmp_path: Path, name: str) -> None:
-    """It is called with each name, and what it makes of them are two tensors."""
+    """It is called with each key, and gets the values of the file, also if it writes to them."""
     weight = torch.ones(4)
-    state = {"a": weight, "b": weight, "c": torch.zeros(4)}
-    torch.save(state, tmp_path / "old.pt")
-    source = tmp_path / "old.pt"
-    report = torchlift.convert(source, tmp_path / name, transform=lambda key, value: value * 2)
+    torch.save({"a": weight, "b": weight}, source := tmp_path / "old.pt")
+    report = torchlift.convert(source, tmp_path / name, transform=lambda _, value: value.mul_(2))
     assert report.lost == {"b": "shares no memory with a any more"}
     with torchlift.open(tmp_path / name) as ckpt:
         assert ckpt.aliases == ()
-    report = torchlift.convert(source, tmp_path / name, overwrite=True)
-    assert report.lost == {}
-
-
-class Blocked:
-    """What only unpickling could rebuild."""
-
-
-@pytest.mark.parametrize(
-    ("state", "status", "message"),
-    [
-        (Blocked(), 3, "'object': only unpickling could rebuild it, through .*convert.Blocked"),
-        (
-            {"x": Blocked()},
-            3,
-            "'x': only unpickling could rebuild it.*Nothing else can be written",
-        ),
-        (
-            {"epoch": 3},
-            1,
-            "nothing to write: no tensor is left.*keeps a checkpoint of plain data, too",
-        ),
-        ({"w": torch.ones(1), "x": Blocked()}, 0, "not kept: x: only unpickling"),
-    ],
-    ids=["root", "only", "plain", "beside"],
-)
-def test_a_conversion_that_keeps_no_tensor_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: Any, status: int, message: str
-) -> None:
-    """The status says whether code would have run; a value beside tensors is not kept."""
-    torch.save(state, tmp_path / "x.pt")
-    assert main(["convert", str(tmp_path / "x.pt"), str(tmp_path / "y.safetensors")]) == status
-    assert re.search(message, "".join(capsys.readouterr()))
-    assert (tmp_path / "y.safetensors").exists() is (status == 0)
-    torch.save(Blocked(), tmp_path / "z.pt")
-    with pytest.raises(UnsafeError, match=r"'object': only .* The file contains nothing else"):
-        torchlift.open(tmp_path / "z.pt").tree()
-
-
-def _convert_many(folder: str, memory: bool) -> list[str]:
-    """Convert more tensors than this process may have files open."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    src: Any = Path(folder, "m.pt")
-    src = torch.load(src) if memory else src
-    written = []
-    for name in ("to.safetensors", "to.pt"):
-        torchlift.convert(src, Path(folder, name), transform=lambda _, t: t.double() * 2)
-        written.append(name)
-    return written
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_a_transform_takes_no_descriptor_for_each_tensor(tmp_path: Path, memory: bool) -> None:
-    """Empty ones, a large one and odd sizes among them; every value is its own."""
-    state = {f"w{n}": torch.full((n % 7, 3), float(n)) for n in range(600)}
-    state["large"] = torch.arange(3e7)  # 240 MB as doubles, which takes another part of the file
-    state["bool"] = torch.tensor([True, False, True])
-    torch.save(state, tmp_path / "m.pt")
-    for name in in_child(_convert_many, str(tmp_path), memory).value:
-        found = torchlift.open(tmp_path / name)
-        assert found.keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(found[key], value.double() * 2), key
+        assert torchlift.diff(ckpt, {"a": 2 * weight, "b": 2 * weight}).equal
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json"])
@@ -581,65 +408,20 @@ def test_an_array_in_memory_is_not_left_out(tmp_path: Path, name: str) -> None:
     assert [*torchlift.convert({"w": array, "v": torch.ones(1)}, tmp_path / "a.pt").lost] == ["w"]
 
 
-def _convert_below(src: str, dst: str, limit: int) -> str:
-    """Double all values while a file of this process may have `limit` bytes. Return the error."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        torchlift.convert(src, dst, transform=lambda _, tensor: tensor * 2)
-    except CheckpointError as error:
-        return str(error.file)
-    return ""
-
-
-@pytest.mark.parametrize(
-    "sizes", [[10], [50_000] * 40, [1, 2_000_000, 3], [300_000, 0, 7, 1_000_000]]
-)
-def test_a_transform_needs_a_file_limit_in_proportion_to_its_results(
-    tmp_path: Path, sizes: list[int]
-) -> None:
-    """A quarter more than the results. If the file itself is too large, the error names it."""
-    state = {f"w{at}": torch.full((size,), float(at)) for at, size in enumerate(sizes)}
-    src, dst = str(tmp_path / "m.pt"), str(tmp_path / "new.safetensors")
-    torch.save(state, src)
-    total = 4 * sum(sizes)
-    assert not in_child(_convert_below, src, dst, total * 5 // 4 + 32_768).value
-    assert all(torch.equal(torchlift.open(dst)[key], 2 * state[key]) for key in state)
-    if total > 65_536:
-        small = str(tmp_path / "small.safetensors")
-        assert in_child(_convert_below, src, small, total // 2).value == small
-        assert not os.path.exists(small)
-
-
 @pytest.mark.parametrize("dst", ["x.pt", "x.safetensors"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(
-    tmp_path: Path, dst: str, axis: int
-) -> None:
+def test_parts_and_joined_tensors_are_not_reported_as_lost_ties(tmp_path: Path, dst: str) -> None:
     """Only keys that were one tensor in the source can lose their tie."""
     fused = torch.randn(12, 3)
     state = {"a.qkv": fused, "b.qkv": fused, "c.qkv": torch.randn(12, 3)}
     torch.save(state, tmp_path / "src.pt")
-    cut = remap.split("*.qkv", ["*.q", "*.k", "*.v"], chunk=axis)
+    cut = remap.split("*.qkv", ["*.q", "*.k", "*.v"], chunk=0)
     report = torchlift.convert(tmp_path / "src.pt", tmp_path / dst, rename=cut)
     assert not report.lost
     assert report.tied == {f"b.{name}": f"a.{name}" for name in "qkv"}
-    made = torchlift.open(tmp_path / dst)
-    assert torch.equal(torch.cat([made[f"c.{name}"] for name in "qkv"], axis), state["c.qkv"])
     joined = torchlift.convert(tmp_path / dst, tmp_path / "back.pt", rename=cut.reversed())
     assert not joined.lost
     assert joined.tied == {"b.qkv": "a.qkv"}
-
-
-def test_a_transform_that_writes_changes_each_tied_key_once(tmp_path: Path) -> None:
-    """Each key gets the values of the file, not those that the other key has got."""
-    weight = torch.ones(3)
-    torch.save({"a": weight, "b": weight}, tmp_path / "x.pt")
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", transform=lambda key, t: t.mul_(2))
-    found = torch.load(tmp_path / "y.pt")
-    assert torch.equal(found["a"], weight * 2)
-    assert torch.equal(found["b"], weight * 2)
+    assert torchlift.diff(tmp_path / "back.pt", state).equal
 
 
 def test_a_transform_may_return_a_conjugate_view(tmp_path: Path) -> None:

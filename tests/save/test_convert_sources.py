@@ -41,16 +41,6 @@ def test_a_later_source_wins(dst: str, tmp_path: Path) -> None:
             assert ("step" in report.lost) == ("step" not in want)
 
 
-def test_a_square_of_memory_is_transposed_as_one_of_a_file_is(tmp_path: Path) -> None:
-    """Its shape is the same before and after; its values are not."""
-    square = torch.arange(9.0).view(3, 3)
-    torch.save({"a.w": square}, tmp_path / "x.pt")
-    turn = remap.merge("*.w", "*.w", transpose=(0, 1))
-    for given in (tmp_path / "x.pt", {"a.w": square}):
-        torchlift.convert(given, tmp_path / "y.pt", rename=turn, overwrite=True)
-        assert same(found(tmp_path / "y.pt"), {"a.w": square.T.contiguous()})
-
-
 def test_all_that_filters_a_file_filters_memory(tmp_path: Path) -> None:
     """The root, patterns, names, dtypes, merges; and nothing of the caller's changes."""
     given = {"model": state(), "epoch": 1}
@@ -103,21 +93,6 @@ def test_a_transform_gets_each_tensor_once_and_its_results_are_saved(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["src.pt", dst])
 
 
-def test_a_soup_is_cast_after_it_is_made(tmp_path: Path) -> None:
-    """As in a load: the transform sees what the file has."""
-    torch.save(state(), tmp_path / "one.pt")
-    other = {key: value + 1 for key, value in state().items()}
-
-    def mean(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        assert tensor.dtype == torch.float32
-        return (tensor + other[key]) / 2
-
-    torchlift.convert(
-        tmp_path / "one.pt", tmp_path / "x.safetensors", transform=mean, dtype="bfloat16"
-    )
-    assert torch.equal(found(tmp_path / "x.safetensors")["a.w"], (state()["a.w"] + 0.5).bfloat16())
-
-
 def test_a_transform_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """An error of its own says for which key; what cannot be saved is refused by name."""
     torch.save(state(), tmp_path / "one.pt")
@@ -141,35 +116,18 @@ def test_a_transform_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one.pt"]
 
 
-def test_what_is_sparse_becomes_what_a_transform_makes_of_it(tmp_path: Path) -> None:
-    """A file that nothing else could write."""
-    torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "one.pt")
-    out = tmp_path / "x.safetensors"
-    torchlift.convert(tmp_path / "one.pt", out, transform=lambda key, t: t.to_dense())
-    assert torch.equal(found(out)["w"], torch.eye(3))
-
-
 def test_what_is_renamed_stays_in_its_container(tmp_path: Path) -> None:
     """Of a training file, as far as its new name begins with the container's."""
     model = {"module.w": torch.ones(2), "module.sub": {"b": torch.zeros(1)}}
     training = {"model": model, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "step": 3}
     torch.save(training, tmp_path / "x.pt")
-    rename = remap.rules([(r"^model\.module\.", "model.")])
+    rename = remap.rules([(r"^model\.module\.w", "net.w"), (r"^model\.module\.", "model.")])
     torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=rename)
     found = torch.load(tmp_path / "y.pt", weights_only=True)
-    assert found["model"].keys() == {"w", "sub.b"}
+    assert found.keys() == {"model", "optimizer", "step", "net.w"}
+    assert found["model"].keys() == {"sub.b"}
     assert found["optimizer"]["state"][0]["exp_avg"].tolist() == [1, 1]
     assert found["step"] == 3
-    moved = remap.rules([(r"^model\.module\.w", "net.w")])
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "z.pt", rename=moved)
-    found = torch.load(tmp_path / "z.pt", weights_only=True)
-    assert found.keys() == {"model", "optimizer", "step", "net.w"}
-    assert found["model"].keys() == {"module.sub"}
-    swapped = {"step": "other", "other": "step"}
-    torch.save({**training, "other": 4}, tmp_path / "x.pt")
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "z.pt", rename=swapped, overwrite=True)
-    found = torch.load(tmp_path / "z.pt", weights_only=True)
-    assert (found["step"], found["other"]) == (4, 3)
 
 
 class Wrapped(torch.Tensor):
@@ -200,19 +158,3 @@ def test_what_has_no_memory_of_its_own_is_refused_by_its_name(tmp_path: Path) ->
     with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
         torchlift.save(given, made)
     assert not made.exists()
-
-
-def test_values_that_are_no_tensors_stay_what_they_are_beside_another_source(
-    tmp_path: Path,
-) -> None:
-    """A dtype is no text, and a device none; text of the files themselves is no loss."""
-    kept = {"dtype": torch.float16, "place": torch.device("cuda:1"), "array": [3, (4,)]}
-    torch.save({"w": torch.ones(2), **kept}, tmp_path / "x.pt")
-    for rename in (None, {"w": "x"}, {"dtype": "x"}):
-        report = torchlift.convert(
-            [tmp_path / "x.pt", {"more": torch.zeros(1)}], tmp_path / "y.pt",
-            rename=rename, overwrite=True,
-        )  # fmt: skip
-        assert report.lost == {}
-        made = torch.load(tmp_path / "y.pt", weights_only=True)
-        assert [made.get(key, made.get("x")) for key in kept] == list(kept.values())

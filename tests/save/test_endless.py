@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import torchlift
-from torchlift.distributed import get_model_state_dict
-from torchlift.errors import PlacementError, StateDictMismatch
+from torchlift.errors import PlacementError
 
 
 class Stateful:
@@ -69,35 +68,3 @@ def test_a_state_without_an_end_is_refused_by_name(tmp_path: Path, name: str) ->
         assert str(caught.value.entry).startswith("x")
         keeper.save(1, model=nn.Linear(1, 1))  # the way out: leave it out
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_dict_that_is_its_own_state_is_saved_as_a_dict(tmp_path: Path) -> None:
-    """As `diff` and `convert` take it. A chain of objects may end in one."""
-
-    class Own(dict[str, Any]):
-        def state_dict(self) -> Own:
-            return self
-
-    for state in (
-        Own(w=torch.ones(2)),
-        Stateful(lambda _: Stateful(lambda _: Own(w=torch.ones(2)))),
-    ):
-        torchlift.save({"x": state}, tmp_path / "x.pt")
-        assert torchlift.diff(tmp_path / "x.pt", {"x": {"w": torch.ones(2)}}).equal
-
-
-def test_a_module_whose_state_dict_is_not_a_dict_is_refused(tmp_path: Path) -> None:
-    """By its class: it does not have names."""
-
-    class Own(nn.Linear):
-        def state_dict(self, *_: Any, **__: Any) -> Any:
-            return self
-
-    for call in (
-        lambda: torchlift.save(Own(1, 1), tmp_path / "x.pt"),
-        lambda: torchlift.digest(Own(1, 1)),
-        lambda: get_model_state_dict(Own(1, 1)),
-    ):
-        with pytest.raises(StateDictMismatch) as caught:
-            call()
-        assert caught.value.entry == "Own"

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import torchlift
 from torchlift import IntegrityError
-from torchlift.cli import main
 
 INF = float("inf")
 
@@ -105,36 +103,3 @@ def test_a_check_refuses_what_is_not_finite_before_the_file_appears(
     with pytest.raises(IntegrityError) as error:
         torchlift.convert(src, tmp_path / "other.pt", check="finite")
     assert error.value.not_finite == {"w": (1, 0)}
-
-
-def test_the_command_checks_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, and nothing is written."""
-    src, dst = tmp_path / "m.pt", tmp_path / "new.safetensors"
-    torch.save({"w": torch.tensor([1e5])}, src)
-    words = ["convert", str(src), str(dst), "--dtype", "float16"]
-    assert main([*words, "--check", "finite"]) == 1
-    assert not dst.exists()
-    assert main(words) == 0
-    assert "overflowed" in capsys.readouterr().out
-    assert load_file(dst)["w"].isinf().all()
-    assert main([*words, "--check", "infinite"]) == 2
-
-
-@pytest.mark.parametrize("is_live", [True, False])
-@pytest.mark.parametrize("door", ["file", "memory", "transform", "in place"])
-def test_a_load_counts_values_that_overflow(tmp_path: Path, door: str, is_live: bool) -> None:
-    """In the report, under the names of the model."""
-    path = tmp_path / "m.pt"
-    state = {"weight": torch.tensor([[1e5, 1.0], [INF, -7e4]]), "bias": torch.zeros(2)}
-    torch.save(state, path)
-    given: Any = state if door == "memory" else path
-    is_half = door == "in place"
-    model = nn.Linear(2, 2) if is_live else torchlift.skeleton(nn.Linear, 2, 2)
-    model = model.half() if is_half else model
-    options: Any = {} if door == "in place" else {"dtype": "float16"}
-    if door == "transform":
-        options["transform"] = lambda _, tensor: tensor
-    report = torchlift.load(model, given, **options)
-    assert report.overflowed == {"weight": 2}
-    assert "overflowed" in str(report)
-    assert torch.equal(model.weight, state["weight"].half())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import random
 import shutil
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hub_files import damage
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from limits import limits
 from safetensors import safe_open
 from safetensors.torch import load_file
-from save_states import TYPES, expected_state
+from save_states import TYPES
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing._internal.two_tensor import TwoTensor
 from zoo import Tied, same
 
@@ -44,83 +39,16 @@ NAMES = {
 each_format = pytest.mark.parametrize("format", NAMES)
 
 
-def without_complex128(state: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:
-    """What safetensors have a name for."""
-    if format in ("torch-zip", "dcp"):
-        return state
-    return {key: value for key, value in state.items() if value.dtype != torch.complex128}
-
-
-def theirs(path: Path, format: str, like: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What the format's own library reads."""
-    if format == "torch-zip":
-        mapped = torch.load(path, weights_only=True, mmap=True)
-        found: dict[str, Any] = torch.load(path, weights_only=True)
-        for key, value in found.items():
-            assert same(mapped[key], value), key
-        return found
-    if format == "safetensors":
-        return load_file(path)
-    if format == "sharded":
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        shards = {name: load_file(path.with_name(name)) for name in set(weight_map.values())}
-        assert sum(map(len, shards.values())) == len(weight_map)
-        return {key: shards[name][key] for key, name in weight_map.items()}
-    found = {key: torch.empty_like(value, memory_format=torch.contiguous_format)
-             for key, value in like.items()}  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.load(found, checkpoint_id=path)
-    return found
-
-
 @each_format
 @pytest.mark.parametrize("checksum", [True, False])
-def test_small_tensors_are_written_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, checksum: bool
-) -> None:
-    """A call of the system for 128 KiB of them, with what the format has in between."""
-    state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(1000)}
-    state["large"] = torch.arange(100_000)
-    path = tmp_path / NAMES[format]
-    sizes, true = list[int](), os.pwrite
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda f, *a: sizes.append(len(a[0])) or true(f, *a))
-        report = torchlift.save(state, path, format=format, checksum=checksum)
-    nbytes = sum(os.path.getsize(file) for file in report.files)
-    assert sum(sizes) <= nbytes + 500  # and a journal; nothing is written twice
-    assert len(sizes) < nbytes / (128 << 10) + 12
-    found = theirs(path, format, state)
-    assert all(same(found[key], value) for key, value in state.items())
-    assert torchlift.verify(path).ok
-
-
-@each_format
-@pytest.mark.parametrize("checksum", [True, False])
-def test_every_dtype_is_read_by_the_library_of_the_format(
+def test_a_report_says_what_was_saved_and_verify_what_can_be_checked(
     tmp_path: Path, format: str, checksum: bool
 ) -> None:
-    """Bit for bit, and by torchlift; with checksums everything is checked, without them nothing."""
-    path = tmp_path / NAMES[format]
-    state = without_complex128(expected_state(), format)
-    report = torchlift.save(
-        state,
-        path,
-        format=format,
-        checksum=checksum,
-        max_shard_size=500 if format == "sharded" else None,
-    )
-    assert (report.format, report.tensors) == (format, len(state))
-    assert report.nbytes == sum(value.nbytes for value in state.values())
-    assert not report.lost
+    """With checksums everything is checked, without them nothing."""
+    state, path = {"a": torch.ones(3, 2), "b": torch.arange(5), "c": torch.empty(0)}, tmp_path / "x"
+    report = torchlift.save(state, path, format=format, checksum=checksum)
+    assert (report.format, report.tensors, report.nbytes) == (format, 3, 64)
     assert all(os.path.isfile(file) for file in report.files)
-    with torchlift.open(path) as ckpt:
-        assert ckpt.format == format
-        found = theirs(path, format, state)
-        assert found.keys() == state.keys() == ckpt.keys()
-        for key, value in state.items():
-            assert same(found[key], value), key
-            assert same(ckpt[key], value), key
     checked = torchlift.verify(path)
     assert checked.ok
     assert (checked.unchecked_nbytes == 0) is checksum
@@ -340,18 +268,16 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path, format: str) -> None:
 
 def random_states() -> dict[str, Any]:
     """The states of generators, as numpy, Python and torch give them."""
-    bits = (np.random.PCG64(3), np.random.MT19937(3), np.random.Philox(3), np.random.SFC64(3))
     return {
         "legacy": np.random.RandomState(7).get_state(),
         "named": np.random.RandomState(7).get_state(legacy=False),
         "python": random.Random(7).getstate(),
         "torch": torch.Generator().manual_seed(7).get_state(),
-        "bits": {type(each).__name__: each.state for each in bits},
     }
 
 
-@pytest.mark.parametrize("door", ["torch-zip", "dcp", "file"])
-def test_arrays_and_random_states_are_plain_data(tmp_path: Path, door: str) -> None:
+@pytest.mark.parametrize("format", ["torch-zip", "dcp"])
+def test_arrays_and_random_states_are_plain_data(tmp_path: Path, format: str) -> None:
     """What weights_only=True reads; the report says what became of an array."""
     arrays = {
         "floats": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -361,83 +287,35 @@ def test_arrays_and_random_states_are_plain_data(tmp_path: Path, door: str) -> N
         "none": np.zeros((0, 2), np.uint8),
         "waves": np.array([1j, 2]),
     }
-    state = {"weight": torch.ones(2), "arrays": arrays, "rng": random_states()}
-    path = tmp_path / NAMES["torch-zip" if door == "file" else door]
-    if door == "file":
-        with path.open("wb") as file:
-            report = torchlift.save(state, file)
-    else:
-        report = torchlift.save(state, path, format=door)
+    path = tmp_path / NAMES[format]
+    report = torchlift.save({"arrays": arrays, "rng": random_states()}, path, format=format)
     assert report.lost["arrays.floats"] == "a numpy array of float32 [2, 3], which becomes a list"
-    assert isinstance(arrays["floats"], np.ndarray)
-    with torchlift.open(path) as ckpt:
-        assert ckpt.objects["arrays.floats"] == [[0, 1, 2], [3, 4, 5]]
-        assert ckpt.objects["rng.legacy"][1] == state["rng"]["legacy"][1].tolist()
-        found = ckpt.tree() if door == "dcp" else torch.load(path, weights_only=True)
-    found, rng = found["arrays"], found["rng"]
-    assert found["turned"] == arrays["turned"].tolist()
-    assert found["flags"] == [[True, False], {"text": ["a", "b"]}]
-    assert (found["scalar"], found["none"], found["waves"]) == (3.5, [], [1j, 2])
+    found = torchlift.open(path).tree() if format == "dcp" else torch.load(path, weights_only=True)
+    assert found["arrays"] == {
+        "floats": [[0, 1, 2], [3, 4, 5]], "turned": arrays["turned"].tolist(),
+        "flags": [[True, False], {"text": ["a", "b"]}], "scalar": 3.5, "none": [],
+        "waves": [1j, 2],
+    }  # fmt: skip
     one, other = np.random.RandomState(), random.Random()
     for name in ("legacy", "named"):
-        one.set_state(rng[name])
+        one.set_state(found["rng"][name])
         assert one.randint(1000) == np.random.RandomState(7).randint(1000)
-    other.setstate(rng["python"])
+    other.setstate(found["rng"]["python"])
     assert other.random() == random.Random(7).random()
-    assert torch.equal(rng["torch"], state["rng"]["torch"])
-    for name, expected in state["rng"]["bits"].items():
-        bits = getattr(np.random, name)()
-        bits.state = rng["bits"][name]
-        again = getattr(np.random, name)()
-        again.state = expected
-        assert np.random.Generator(bits).random() == np.random.Generator(again).random()
+    assert torch.equal(found["rng"]["torch"], random_states()["torch"])
 
 
 def test_a_training_s_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Integer keys, lists and plain data, with weights_only; and the optimizer goes on from it."""
+    """Integer keys, lists and plain data, with weights_only; also what is saved once more."""
     state = training()
-    report = torchlift.save(state, tmp_path / "x.pt")
-    assert not report.lost
-    found = torch.load(tmp_path / "x.pt", weights_only=True)
-    for key in ("step", "history", "dtype", "device", "size", "seen", "empty"):
-        assert found[key] == state[key]
-        assert type(found[key]) is type(state[key])
-    assert torch.equal(found["lists"][1]["inner"][0], torch.zeros(3))
-    assert type(found["lists"][1]["inner"]) is tuple
-    assert list(found["optimizer"]["state"]) == [0, 1, 2]
-    assert type(found["model"]) is OrderedDict
-    state["optimizer"].load_state_dict(found["optimizer"])
-    state["scheduler"].load_state_dict(found["scheduler"])
-    tree = torchlift.open(tmp_path / "x.pt").tree()
-    assert tree["optimizer"]["param_groups"] == found["optimizer"]["param_groups"]
+    assert not torchlift.save(state, tmp_path / "x.pt").lost
     torchlift.save(torchlift.open(tmp_path / "x.pt"), tmp_path / "again.pt")
-    again = torch.load(tmp_path / "again.pt", weights_only=True)
-    assert list(again["optimizer"]["state"]) == [0, 1, 2]
-    assert again["model"]._metadata == found["model"]._metadata
-
-
-def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
-    """As torch's own tool turns it into a file; the report tells what became text."""
-    state = training()
-    report = torchlift.save(state, tmp_path / "x", format="dcp")
-    assert report.lost.keys() == {"optimizer.state", "model.head.weight", "lists.1.inner"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp_to_torch_save(tmp_path / "x", tmp_path / "back.pt")
-    found = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert found["step"] == 7
-    assert found["history"] == state["history"]
-    assert found["optimizer"]["param_groups"] == state["optimizer"].state_dict()["param_groups"]
-    assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"],
-                       state["optimizer"].state_dict()["state"][0]["exp_avg"])  # fmt: skip
-    torchlift.convert(tmp_path / "x", tmp_path / "ours.pt")
-    assert same(torch.load(tmp_path / "ours.pt", weights_only=True), found)
-    model = {"model": {k: torch.zeros_like(v) for k, v in state["model"].state_dict().items()}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(model, checkpoint_id=tmp_path / "x")
-    for key, value in state["model"].state_dict().items():
-        assert torch.equal(model["model"][key], value)
+    expected = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+    for name in ("x.pt", "again.pt"):
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert same(found, expected, kinds=name == "x.pt")
+        assert found["model"]._metadata == expected["model"]._metadata
+    state["optimizer"].load_state_dict(found["optimizer"])
 
 
 def test_safetensors_hold_tensors_only(tmp_path: Path) -> None:
@@ -503,17 +381,6 @@ def test_what_a_format_changes_is_reported(
         assert report.lost.items() >= lost.items()
         assert lost or not report.lost
         assert len(torchlift.open(report.path)) >= 1
-
-
-def test_a_bare_tensor_a_list_and_nothing_are_states_too(tmp_path: Path) -> None:
-    """As for torch.save."""
-    torchlift.save(torch.arange(3), tmp_path / "x.pt")
-    assert torch.equal(torch.load(tmp_path / "x.pt"), torch.arange(3))
-    torchlift.save([torch.ones(1), 2], tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt")[1] == 2
-    for format, name in NAMES.items():
-        torchlift.save({}, tmp_path / format / name, format=format)
-        assert not list(torchlift.open(tmp_path / format / name))
 
 
 class Opaque:
@@ -584,32 +451,6 @@ def test_a_key_that_is_saved_can_be_read(
         tmp_path.mkdir()
 
 
-@pytest.mark.parametrize("format", ["torch-zip", "dcp"])
-@pytest.mark.parametrize(
-    "key", [2**64, -(2**63) - 1, 2**70, pytest.param(10**5000, id="huge"), (2**70,)]
-)
-def test_a_key_that_no_reader_takes_is_refused(tmp_path: Path, format: str, key: object) -> None:
-    """Before anything is written, to a file object too. The hint is followed."""
-    for state in {key: torch.ones(2)}, {"a": {"b": {key: torch.ones(2)}}}, {"a": {"b": {key: 1}}}:
-        with pytest.raises(PlacementError) as met:
-            torchlift.save(state, tmp_path / NAMES[format], format=format)
-        assert met.value.hint == "Rename it in the state."
-        assert met.value.entry in (None, "a.b")
-        with pytest.raises(PlacementError):
-            torchlift.save(state, io.BytesIO())
-    assert os.listdir(tmp_path) == []
-    torchlift.save({str(hash(key)): torch.ones(2)}, tmp_path / NAMES[format], format=format)
-    assert len(torchlift.open(tmp_path / NAMES[format])) == 1
-
-
-def test_a_key_of_any_size_is_compared_in_memory() -> None:
-    """Python refuses to print it, but it is no file."""
-    a, b = {10**5000: torch.ones(2)}, {10**5000: torch.zeros(2)}
-    assert torchlift.diff(a, a).equal
-    assert not torchlift.diff(a, b).equal
-    assert torchlift.digest(a) != torchlift.digest(b)
-
-
 def _levels(count: int, inner: object = ()) -> object:
     for _ in range(count):
         inner = [inner]
@@ -638,12 +479,9 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "shared lists": (lambda: _doubled(40), "expands to far more data than it stores"),
     "a long integer": (lambda: [1, -(2**2039)], "an integer is too long"),
     "a lone surrogate": (lambda: ["\ud800"], "a text is not valid UTF-8"),
-    "a name of one": (lambda: [{"\ud800": 1}], "a text is not valid UTF-8"),
     "a large key": (lambda: [{2**64: 1}], "integer of more than 64 bits"),
     "a large tuple": (lambda: [{(1,) * 65: 1}], "a large or deeply nested tuple"),
     "objects": (lambda: np.array([object()]), r"numpy.*torch\.from_numpy"),
-    "fields": (lambda: np.array([(1, 2.0)], "i4,f4"), r"numpy.*torch\.from_numpy"),
-    "times": (lambda: np.array(["2026-01-01"], "M8[ns]"), r"numpy.*torch\.from_numpy"),
     "a mask": (lambda: np.ma.masked_array([1], [True]), r"numpy.*torch\.from_numpy"),
 }
 
@@ -655,19 +493,6 @@ def test_a_value_that_no_reader_would_read_back_is_refused(tmp_path: Path, name:
     with pytest.raises(PlacementError, match=words):
         torchlift.save({"k": make(), "w": torch.ones(1)}, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
-
-
-def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
-    """By torch and by torchlift; a container in two places is not one that contains itself."""
-    twice = [1, [2]]
-    values = {
-        "deep": _levels(89, []), "wide": [2**1015 - 1, 1 - 2**1015],
-        "twice": [twice, twice, {"a": twice}],
-        "keys": [{(1, "a"): 1, 2**64 - 1: 2, "\U0001f600": 3}],
-    }  # fmt: skip
-    torchlift.save(values, tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt", weights_only=True) == values
-    assert torchlift.open(tmp_path / "x.pt").objects["wide"] == values["wide"]
 
 
 def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
@@ -682,17 +507,15 @@ def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     """With the choices."""
-    state = {"w": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"):
-        torchlift.save(state, tmp_path / "x.foo")
-    with pytest.raises(ValueError, match=r'pass format="sharded" \(safetensors\)'):
-        torchlift.save(state, tmp_path / "folder")
-    with pytest.raises(ValueError, match=r"'zip': expected one of safetensors, torch-zip, sh"):
-        torchlift.save(state, tmp_path / "x.pt", format="zip")
-    with pytest.raises(ValueError, match="only safetensors have shards"):
-        torchlift.save(state, tmp_path / "x.pt", max_shard_size="1GB")
-    with pytest.raises(ValueError, match="not a size such as"):
-        torchlift.save(state, tmp_path / "x.safetensors", max_shard_size="many")
+    for name, options, words in [
+        ("x.foo", {}, r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"),
+        ("folder", {}, r'pass format="sharded" \(safetensors\)'),
+        ("x.pt", {"format": "zip"}, r"'zip': expected one of safetensors, torch-zip, sh"),
+        ("x.pt", {"max_shard_size": "1GB"}, "only safetensors have shards"),
+        ("x.safetensors", {"max_shard_size": "many"}, "not a size such as"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            torchlift.save({"w": torch.ones(2)}, tmp_path / name, **options)
     assert os.listdir(tmp_path) == []
 
 
@@ -739,18 +562,14 @@ def test_transformers_reads_one_file_and_shards(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_safetensors_is_found(tmp_path: Path) -> None:
-    """By verify and by load, whose model stays as it was; in the header, by open."""
-    model, path = nn.Linear(3, 2), tmp_path / "x.safetensors"
-    torchlift.save(model, path)
+    """By verify and by load; in the header, by open."""
+    path = tmp_path / "x.safetensors"
+    torchlift.save(nn.Linear(3, 2), path)
     before = path.read_bytes()
     damage(path, len(before) - 3)
-    report = torchlift.verify(path)
-    assert [item.name for item in report.failed] == ["weight"]
-    other = nn.Linear(3, 2)
-    kept = other.weight.clone()
+    assert [item.name for item in torchlift.verify(path).failed] == ["weight"]
     with pytest.raises(IntegrityError, match="checksums are wrong in 1 of 2 records"):
-        torchlift.load(other, path, verify=True)
-    assert torch.equal(other.weight, kept)
+        torchlift.load(nn.Linear(3, 2), path, verify=True)
     path.write_bytes(before.replace(b'"weight"', b'"Weight"'))
     with pytest.raises(FormatError, match="the checksum of the header is wrong"):
         torchlift.open(path)
@@ -771,16 +590,6 @@ def test_checksums_that_another_program_copied_count_no_more(tmp_path: Path) -> 
     assert not report.checked
 
 
-def test_a_checkpoint_is_saved_with_what_it_holds(tmp_path: Path) -> None:
-    """A part of a file, too; what only unpickling could rebuild is named."""
-    torch.save({"model": {"w": torch.ones(2)}, "o": Opaque()}, tmp_path / "x.pt")
-    refused = pytest.raises(torchlift.UnsafeError, match=r"'o': only unp.* exclude=\['o'\]")
-    with torchlift.open(tmp_path / "x.pt") as ckpt, refused:
-        torchlift.save(ckpt, tmp_path / "y.pt")
-    torchlift.save(torchlift.open(tmp_path / "x.pt", root="model"), tmp_path / "y.pt")
-    assert torch.load(tmp_path / "y.pt").keys() == {"w"}
-
-
 def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
     """Not on which equal strings are one object, nor on the order that hashes give a set."""
     words = ["storage", "cpu", "latin1", "0", "a", "_metadata", "w"]
@@ -799,15 +608,6 @@ def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
         assert found["i"][0]._metadata == inner._metadata
         assert found["s"] == few
     assert files[0] == files[1]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_a_scripted_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Its children are in a mapping of another kind."""
-    models = [torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) for _ in range(2)]
-    torchlift.save(models[0], tmp_path / "m.pt")
-    torchlift.load(models[1], tmp_path / "m.pt")
-    assert torchlift.diff(models[0].state_dict(), models[1].state_dict()).equal
 
 
 @pytest.mark.parametrize("format", list(NAMES))
@@ -834,29 +634,13 @@ def test_a_checkpoint_is_saved_onto_itself(tmp_path: Path, format: str) -> None:
 
 
 def test_a_folder_is_listed_as_often_for_many_files_as_for_few(tmp_path, monkeypatch):
-    """To save, to replace, and after a failure. A set of 2,000 files took 60 s to list."""
-    listed: list[object] = []
-    list_names = os.listdir
-
-    def count(path: object = ".") -> list[str]:
-        listed.append(path)
-        return list_names(path)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    counts = []
-    monkeypatch.setattr(os, "listdir", count)
+    """To save and to replace. A set of 2,000 files took 60 s to list."""
+    listed, counts, list_names = list[object](), list[int](), os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(path) or list_names(path))
     for files in 3, 30:
         state = {f"w{number}": torch.zeros(16) for number in range(files)}
-        path = tmp_path / str(files) / "m.safetensors.index.json"
         for _ in range(2):
-            torchlift.save(state, path, max_shard_size=64)
-        with monkeypatch.context() as patch:
-            patch.setattr("torchlift._transfer.write.AtomicSet.commit", fail)
-            with pytest.raises(torchlift.CheckpointError):
-                torchlift.save(state, path, max_shard_size=64)
-        assert torchlift.open(path).keys() == state.keys()
+            torchlift.save(state, tmp_path / str(files), format="sharded", max_shard_size=64)
         counts.append(len(listed))
         listed.clear()
     assert counts[0] == counts[1]

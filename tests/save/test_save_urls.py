@@ -77,22 +77,6 @@ def test_what_is_saved_to_a_url_is_what_a_file_would_be(
     assert bucket.unfinished() == []
 
 
-def test_an_object_is_sent_in_parts_as_its_bytes_are_made(s3: Bucket) -> None:
-    """One upload of three parts, which is complete with the last request."""
-    torchlift.save(_state(), s3 / "x.pt", storage_options=s3.options)
-    sent = [(method, query.split("=")[0]) for method, query, _ in s3.requests]
-    sent = [each for each in sent if each[0] != "GET"]
-    assert sent == [
-        ("POST", "uploads"), *[("PUT", "partNumber")] * 3, ("POST", "uploadId"),
-    ]  # fmt: skip
-
-
-def test_what_fits_into_one_part_is_one_request(s3: Bucket) -> None:
-    """Nothing has to be put together."""
-    torchlift.save({"a": torch.ones(3)}, s3 / "x.pt", storage_options=s3.options)
-    assert [method for method, _, _ in s3.requests if method != "GET"] == ["PUT"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["", "partNumber=2", "partNumber=3"])
@@ -112,32 +96,6 @@ def test_a_server_that_refuses_in_the_middle_leaves_the_older_checkpoint(
     s3.broken = lambda *_: False
     assert {each: s3.data(each) for each in s3.names()} == before
     assert s3.unfinished() == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_memory_that_fails_in_the_middle_has_the_older_checkpoint(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was begun has another name, and loses it."""
-    from fsspec.implementations.memory import MemoryFile
-
-    bucket, options = memory_bucket(), dict[str, Any](NAMES[name])
-    torchlift.save({"old": torch.ones(3)}, bucket / name, **options)
-    before = {each: bucket.data(each) for each in bucket.names()}
-    sent = 0
-
-    def write(self: MemoryFile, data: bytes) -> int:
-        nonlocal sent
-        sent += len(data)
-        if sent > 9_000_000:
-            raise OSError("no more")
-        return super(MemoryFile, self).write(data)
-
-    monkeypatch.setattr(MemoryFile, "write", write, raising=False)
-    with pytest.raises(CheckpointError, match="no more"):
-        torchlift.save(_state(), bucket / name, **options)
-    monkeypatch.undo()
-    assert {each: bucket.data(each) for each in bucket.names()} == before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -255,42 +213,10 @@ def test_nothing_is_written_over_http(url: str) -> None:
     assert "pass@" not in str(caught.value)
 
 
-def test_a_state_that_no_file_can_hold_is_an_error_before_the_first_byte(s3: Bucket) -> None:
-    """All that is checked of a local save is checked here."""
-    for name in ("x.pt", "x.safetensors"):
-        with pytest.raises(PlacementError):
-            torchlift.save({"w": object()}, s3 / name, storage_options=s3.options)
-    assert [each for each in s3.requests if each[0] not in ("GET", "HEAD")] == []
-
-
-def test_a_report_of_a_url_has_no_credentials(bucket: Bucket) -> None:
-    """Its paths are text, which may be kept, shown and sent."""
-    options: Any = {"storage_options": bucket.options, "format": "dcp"}
-    report = torchlift.save({"w": torch.ones(1)}, bucket / "folder", **options)
-    assert {type(each) for each in (report.path, *report.files)} == {str}
-    for name in bucket.names():
-        assert b"secret" not in bucket.data(name)
-
-
 def test_a_scheme_that_fsspec_does_not_know_is_an_error_of_ours() -> None:
     """Before anything happens."""
     with pytest.raises(CheckpointError, match="nowhere"):
         torchlift.save({"w": torch.ones(1)}, "nowhere://x/y.pt")
-
-
-def test_conversion_from_a_url_to_a_url_keeps_values_and_says_what_is_the_source(
-    bucket: Bucket,
-) -> None:
-    """Both with the options that one call is given, and the source is not replaced unasked."""
-    options: Any = {"storage_options": bucket.options}
-    torchlift.save(_state(), bucket / "x.pt", **options)
-    torchlift.convert(bucket / "x.pt", bucket / "folder", format="dcp", **options)
-    torchlift.convert(bucket / "folder", bucket / "y.safetensors", **options)
-    with pytest.raises(CheckpointError, match="there is something of this name"):
-        torchlift.convert(bucket / "x.pt", bucket / "x.pt", dtype="bfloat16", **options)
-    torchlift.convert(bucket / "x.pt", bucket / "x.pt", overwrite=True, **options)
-    found = torchlift.open(bucket / "y.safetensors", **options)
-    assert torchlift.diff(found, torchlift.open(bucket / "x.pt", **options)).equal
 
 
 def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
@@ -311,15 +237,6 @@ def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
     assert "overwrite" in printed.err
     assert bucket.options["secret"] not in printed.out + printed.err
     assert torchlift.verify(bucket.fetched("x.safetensors", tmp_path)).ok
-
-
-def test_a_large_object_is_sent_in_more_bytes_at_a_time() -> None:
-    """S3 takes 10,000 parts, so those of a terabyte are larger."""
-    from torchlift._store.uploads import PART, Upload
-
-    place: Any = place_of("memory://x/y")
-    assert Upload(place)._size == PART
-    assert 10**12 / Upload(place, 10**12)._size < 10_000
 
 
 def test_small_tensors_of_a_url_are_converted_with_few_requests(s3: Bucket) -> None:

@@ -36,19 +36,6 @@ def _count(source: Any, model: nn.Module | None = None, root: str | None = None)
     return int(next(m for m in model.modules() if isinstance(m, Counting)).count)
 
 
-@pytest.mark.parametrize("rename", [{"weight": "weight"}, lambda key: key])
-def test_a_conversion_with_rename_keeps_the_versions_of_modules(
-    tmp_path: Path, rename: Any
-) -> None:
-    """As a load with the same rename does, and by torch's own reading of the file."""
-    torch.save(Counting().state_dict(), tmp_path / "old.pt")
-    torchlift.convert(tmp_path / "old.pt", tmp_path / "new.pt", rename=rename)
-    assert _count(tmp_path / "new.pt") == 5
-    model = Counting()
-    model.load_state_dict(torch.load(tmp_path / "new.pt"))
-    assert model.count == 5
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_versions_go_where_the_names_of_their_modules_go(tmp_path: Path, nested: bool) -> None:
     """Below a prefix that a rename replaces, in flat files and in training files."""
@@ -94,16 +81,6 @@ def test_what_has_no_place_for_versions_says_so(tmp_path: Path, format: str) -> 
     assert report.lost == {"(versions)": told}
 
 
-def test_batch_norms_count_of_batches_tells_its_version(tmp_path: Path) -> None:
-    """It is why there is a version 2: where it is there, nothing is lost."""
-    norm = nn.BatchNorm1d(2)
-    assert torchlift.save(norm, tmp_path / "a.safetensors").lost == {}
-    assert torchlift.save({"norm": norm}, tmp_path / "b.safetensors").lost == {}
-    bare = nn.BatchNorm1d(2, track_running_stats=False)
-    told = torchlift.save(bare, tmp_path / "c.safetensors").lost["(versions)"]
-    assert told.endswith("the whole has 2")
-
-
 class Stateful(Counting):
     """With state of its own in a list."""
 
@@ -142,11 +119,3 @@ def test_versions_and_lists_of_state_come_through_every_door(
     torchlift.load(model, tmp_path / "new.pt", root=None if renamed else "module",
                    allow_unexpected=["extra"])  # fmt: skip
     assert (model.count, model.state) == (5, [1, torch.ones(1), {"a": 2}, "set"])
-
-
-def test_a_list_of_state_comes_back_from_dcp_as_it_was(tmp_path: Path) -> None:
-    """In a load as in the tree, though keys alone tell no list from a dict."""
-    torchlift.save(Stateful(), tmp_path / "dcp", format="dcp")
-    model = Stateful()
-    torchlift.load(model, tmp_path / "dcp")
-    assert model.state == [1, torch.ones(1), {"a": 2}, "set"]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 Build = Callable[[nn.Module], object]
@@ -53,35 +52,6 @@ def writes_after_registering(m: Any) -> None:
 # -- where tensors come from ------------------------------------------------------------------
 
 
-def legacy_constructors(m: Any) -> None:
-    m.weight = nn.Parameter(torch.Tensor(3, 4).uniform_())
-    m.bias = nn.Parameter(torch.FloatTensor([1.0, 2.0]))
-    m.register_buffer("ids", torch.LongTensor([3, 1]))
-    m.scale = nn.Parameter(m.weight.new(2).fill_(4))
-
-
-def every_initialiser(m: Any) -> None:
-    names = (
-        "uniform_", "normal_", "ones_", "zeros_", "eye_", "xavier_uniform_", "xavier_normal_",
-        "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
-    )  # fmt: skip
-    for name in names:
-        m.register_parameter(name, nn.Parameter(torch.empty(4, 6)))
-        getattr(nn.init, name)(getattr(m, name))
-    m.constant = nn.init.constant_(nn.Parameter(torch.empty(2)), 0.3)
-    m.dirac = nn.Parameter(nn.init.dirac_(torch.empty(2, 2, 3)))
-    m.sparse = nn.Parameter(nn.init.sparse_(torch.empty(5, 4), sparsity=0.4))
-    nn.init.trunc_normal_(m.constant, std=2.0, a=-0.1, b=0.1)
-
-
-def falls_back(m: Any) -> None:
-    m.bias = nn.Parameter(torch.empty(4))
-    try:
-        nn.init.xavier_uniform_(m.bias)
-    except ValueError:
-        nn.init.constant_(m.bias, 0.25)
-
-
 def every_sampler(m: Any) -> None:
     m.weight = nn.Parameter(torch.rand(3) + torch.randn(3))
     buffer(m, "order", torch.randperm(6))
@@ -98,13 +68,6 @@ def deep_copies(m: Any) -> None:
     with torch.no_grad():
         m.layers[0].weight.add_(1)
     m.copied = copy.deepcopy(nn.Parameter(torch.arange(3.0), requires_grad=False))
-
-
-def drops_what_it_makes(m: Any) -> None:
-    nn.Linear(7, 7)
-    m.kept = nn.Linear(2, 2)
-    m.kept.weight = nn.Parameter(torch.randn(2, 2))
-    m.last = nn.Parameter(torch.randn(2))
 
 
 # -- kinds of tensors -------------------------------------------------------------------------
@@ -136,13 +99,6 @@ def containers(m: Any) -> None:
     m.listed = nn.ParameterList([torch.ones(2), nn.Parameter(torch.randn(1))])
     m.named = nn.ParameterDict({"a": torch.randn(2), "b": nn.Parameter(torch.zeros(3))})
     m.modules_ = nn.ModuleDict({"one": nn.Linear(1, 2), "two": nn.Conv1d(1, 2, 3)})
-
-
-def changes_dtype(m: Any) -> None:
-    m.small = nn.Linear(2, 3).half()
-    m.large = nn.Linear(2, 3).to(torch.float64)
-    m.brain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(dtype=torch.bfloat16)
-    buffer(m, "cast", torch.arange(3).to(torch.float16).type(torch.float64).float())
 
 
 def changes_default_dtype(m: Any) -> None:
@@ -192,9 +148,9 @@ def generator_of_its_own(m: Any) -> None:
 CONSTRUCTORS: dict[str, Build] = {
     made.__name__: made
     for made in (
-        writes_through_data, writes_after_registering, legacy_constructors, every_initialiser,
-        every_sampler, deep_copies, drops_what_it_makes, unusual_kinds, plain_attributes,
-        containers, changes_dtype, changes_default_dtype, explicit_devices, falls_back, freezes,
+        writes_through_data, writes_after_registering, 
+        every_sampler, deep_copies, unusual_kinds, plain_attributes,
+        containers, changes_default_dtype, explicit_devices, freezes,
         ties, generator_of_its_own,
     )
 }  # fmt: skip
@@ -205,16 +161,10 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "Transformer": lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
     "MultiheadAttention": lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
     "LSTM": lambda: nn.LSTM(4, 5, 2, bidirectional=True, proj_size=3),
-    "GRU": lambda: nn.GRU(4, 5),
     "BatchNorm": lambda: nn.BatchNorm1d(3),
-    "InstanceNorm": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
     "Conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose1d(2, 2, 3)),
-    "Bilinear": lambda: nn.Bilinear(2, 3, 4),
-    "EmbeddingBag": lambda: nn.EmbeddingBag(5, 3, padding_idx=0),
-    "PReLU": nn.PReLU,
     "AdaptiveSoftmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(32, 20, [5, 10]),
     "weight_norm": lambda: weight_norm(nn.Linear(3, 4)),
-    "old weight_norm": lambda: old_weight_norm(nn.Conv1d(3, 4, 2)),
     "spectral_norm": lambda: spectral_norm(nn.Linear(3, 4)),
     "old spectral_norm": lambda: old_spectral_norm(nn.Linear(3, 4)),
     "orthogonal": lambda: orthogonal(nn.Linear(3, 3)),

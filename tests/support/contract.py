@@ -29,7 +29,7 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 
 State = dict[str, torch.Tensor]
-#: Most damaged files of a format in the fast lane. Small files have a damaged one for each byte.
+#: Most damaged files of a format. Small files have a damaged one for each byte.
 MOST = 300
 
 
@@ -65,7 +65,6 @@ class Contract:
         odd: names of `ODD` that the format takes.
         remote: the name to open behind a URL, if the folder itself is opened elsewhere.
         exclude: keys that no conversion keeps.
-        setup: code that a child runs first.
         is_padded: whether bytes may follow the last value, and nothing is missing without them.
     """
 
@@ -79,7 +78,6 @@ class Contract:
     remote: ClassVar[str] = ""
     exclude: ClassVar[list[str]] = []
     is_padded: ClassVar[bool] = False
-    setup: ClassVar[str] = ""
 
     # What a format says of itself.
 
@@ -163,19 +161,8 @@ class Contract:
         self, folder: Path, path: Path
     ) -> None:
         """Each byte outside of the values is another one: an error with a cause, or an index."""
-        self.damage(folder, path, MOST)
-
-    @pytest.mark.slow
-    def test_damage_at_every_byte_of_a_header_is_read_or_refused(
-        self, folder: Path, path: Path
-    ) -> None:
-        """Of a larger file, too, and not a sample."""
-        self.damage(folder, path, sys.maxsize)
-
-    def damage(self, folder: Path, path: Path, most: int) -> None:
-        """Change bytes one by one, and read the checkpoint each time."""
         spots = [(file, at) for file in files_of(path) for at in headers(file, path)]
-        step = -(-len(spots) // most)
+        step = -(-len(spots) // MOST)
         for number, (file, at) in enumerate(spots[:: max(step, 1)]):
             content = file.read_bytes()
             other = (content[at] ^ 0xFF, 0, 0x7B, content[at] ^ 1)[number % 4]
@@ -205,7 +192,7 @@ class Contract:
         for file in folder.iterdir():
             content = file.read_bytes()
             (half / file.name).write_bytes(content[: len(content) // 2])
-        whole, part = answers(path, half / self.opened, setup=self.setup)
+        whole, part = answers(path, half / self.opened)
         assert whole.kind == "Index"
         assert part.kind != "Index"
 
@@ -277,7 +264,6 @@ class Contract:
     def test_the_command_imports_no_torch_and_no_other_reader(self, path: Path) -> None:
         """To inspect and to verify. A reader is imported when its format is met."""
         code = (
-            f"{self.setup}\n"
             "import contextlib, io, sys, torchlift.cli as cli\n"
             "with contextlib.redirect_stdout(io.StringIO()):\n"
             "    status = [cli.main([word, sys.argv[1]]) for word in ('inspect', 'verify')]\n"

@@ -171,7 +171,6 @@ def _key(table: Any, name: str) -> str | None:
 
 def write_gguf(
     model: nn.Module, path: Path, *, kind: str = "F32", head: bool | None = None,
-    extra: bool = True, facts: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """Write a model as llama.cpp does.
 
@@ -180,8 +179,6 @@ def write_gguf(
         path: of the file.
         kind: of matrices; all else is F32.
         head: whether there is an output.weight; None: where it is not tied.
-        extra: whether there are the frequencies that llama.cpp adds.
-        facts: metadata that differ.
     """
     config: Any = model.config
     arch = _NAMES.get(config.model_type, config.model_type)
@@ -191,7 +188,6 @@ def write_gguf(
     writer.add_name(f"tiny {config.model_type}")
     known = GGUF_CONFIG_MAPPING.get(config.model_type.removesuffix("_text"), {})
     written = {f"{arch}.{key}": getattr(config, name, None) for key, name in known.items() if name}
-    written |= facts or {}
     if arch == "gemma3" or arch == "gemma2":
         written[f"{arch}.attention.key_length"] = config.head_dim
     for key, value in written.items():
@@ -213,7 +209,7 @@ def write_gguf(
     for name, buffer in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):
             _add(writer, str(_key(table, name)), buffer.numpy(), kind)
-    if extra and arch == "llama":
+    if arch == "llama":
         writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
     finish(writer)
     return path

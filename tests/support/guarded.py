@@ -111,16 +111,11 @@ class Answer(NamedTuple):
     text: str
 
 
-def answers(*paths: Path, setup: str = "") -> list[Answer]:
-    """What a child makes of files; fails where that takes too much, or anything else happens.
-
-    Args:
-        paths: the files.
-        setup: code that the child runs first.
-    """
+def answers(*paths: Path) -> list[Answer]:
+    """What a child makes of files; fails where that takes too much, or anything else happens."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", f"{setup}\nimport guarded; guarded.main()", *map(str, paths)],
+        [sys.executable, "-c", "import guarded; guarded.main()", *map(str, paths)],
         env=environment, capture_output=True, text=True, timeout=60 * len(paths), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -69,55 +69,28 @@ def layers(kind: type[nn.Module] = nn.Linear, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), kind(4, 2))
 
 
+def changed(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    """Return what makes a model with a hook."""
+
+    def make() -> nn.Module:
+        change(model := layers())
+        return model
+
+    return make
+
+
 #: What refuses -> a model with that trouble, and what its error says. The state dict has names that
 #: only the pre-hook knows where there is one.
-TROUBLES: dict[str, tuple[Callable[[], nn.Module], str]] = {}
-
-
-def trouble(says: str) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
-    def register(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        TROUBLES[make.__name__] = make, says
-        return make
-
-    return register
-
-
-@trouble("'nobody.weight'")
-def a_strict_mismatch_after_a_pre_hook() -> nn.Module:
-    model = layers()
-    renames(model, "2.", "nobody.")
-    return model
-
-
-@trouble("size mismatch")
-def a_shape_behind_a_pre_hook() -> nn.Module:
-    model = layers()
-    renames(model, "2.weight", "0.weight")
-    return model
-
-
-@trouble("half-way")
-def an_override_that_raises_half_way() -> nn.Module:
-    return layers(Raises)
-
-
-@trouble("no")
-def a_post_hook_that_raises() -> nn.Module:
-    model = layers()
-    refuses(model)
-    return model
-
-
-@trouble("odd")
-def a_post_hook_that_reports() -> nn.Module:
-    model = layers()
-    reports(model)
-    return model
-
-
-@trouble("not this state")
-def extra_state_that_is_refused() -> nn.Module:
-    return layers(Keeps)
+TROUBLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a_strict_mismatch_after_a_pre_hook": (
+        changed(lambda m: renames(m, "2.", "nobody.")), "'nobody.weight'"),
+    "a_shape_behind_a_pre_hook": (
+        changed(lambda m: renames(m, "2.weight", "0.weight")), "size mismatch"),
+    "an_override_that_raises_half_way": (lambda: layers(Raises), "half-way"),
+    "a_post_hook_that_raises": (changed(refuses), "no"),
+    "a_post_hook_that_reports": (changed(reports), "odd"),
+    "extra_state_that_is_refused": (lambda: layers(Keeps), "not this state"),
+}  # fmt: skip
 
 
 def state_for(model: nn.Module, seed: int = 5) -> dict[str, Any]:

@@ -56,10 +56,6 @@ def _sound() -> Inputs:
     return {"input_values": torch.randn(2, 400)}
 
 
-def _channel() -> Inputs:
-    return {"input_values": torch.randn(1, 1, 320)}
-
-
 def _spectrogram() -> Inputs:
     return {"input_features": torch.randn(2, 8, 64), "labels": _ids()}
 
@@ -77,12 +73,6 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, Callable[[], Inputs]]] = {
         _text,
     ),
     "llama-yarn": (hf.LlamaForCausalLM, hf.LlamaConfig(**_DECODER, rope_scaling=_YARN), _text),
-    "mistral": (hf.MistralForCausalLM, hf.MistralConfig(**_DECODER), _text),
-    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config(**_DECODER), _text),
-    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**_DECODER, head_dim=8), _text),
-    "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config(**_DECODER, head_dim=8), _text),
-    "gemma3": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**_DECODER, head_dim=8), _text),
-    "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config(**_DECODER, pad_token_id=0), _text),
     "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig(**_DECODER, num_local_experts=4), _text),
     "deepseek-v3": (
         hf.DeepseekV3ForCausalLM,
@@ -95,57 +85,18 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, Callable[[], Inputs]]] = {
     ),
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**_GPT), _text),
     "gpt-neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**_ENCODER), _text),
-    "gpt-j": (hf.GPTJForCausalLM, hf.GPTJConfig(**_GPT, rotary_dim=4), _text),
-    "opt": (
-        hf.OPTForCausalLM,
-        hf.OPTConfig(
-            hidden_size=32, ffn_dim=64, **_HEADS, vocab_size=_VOCABULARY,
-            max_position_embeddings=64, word_embed_proj_dim=32,
-        ),
-        _text,
-    ),
-    "bloom": (
-        hf.BloomForCausalLM,
-        hf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=_VOCABULARY),
-        _text,
-    ),
-    "falcon": (
-        hf.FalconForCausalLM,
-        hf.FalconConfig(hidden_size=32, **_HEADS, vocab_size=_VOCABULARY),
-        _text,
-    ),
     "bert": (hf.BertForMaskedLM, hf.BertConfig(**_ENCODER), _text),
-    "roberta": (hf.RobertaForMaskedLM, hf.RobertaConfig(**_ENCODER), _text),
-    "distilbert": (
-        hf.DistilBertForMaskedLM,
-        hf.DistilBertConfig(
-            dim=32, n_layers=2, n_heads=4, hidden_dim=64, vocab_size=_VOCABULARY,
-            max_position_embeddings=64,
-        ),
-        _text,
-    ),
     "deberta-v2": (
         hf.DebertaV2ForMaskedLM,
         hf.DebertaV2Config(**_ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"]),
         _text,
     ),
-    "albert": (hf.AlbertForMaskedLM, hf.AlbertConfig(**_ENCODER, embedding_size=16), _text),
     "t5": (
         hf.T5ForConditionalGeneration,
         hf.T5Config(
             d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, vocab_size=_VOCABULARY,
             decoder_start_token_id=0,
         ),
-        _text,
-    ),
-    "bart": (
-        hf.BartForConditionalGeneration,
-        hf.BartConfig(**{**_SEQ2SEQ, "pad_token_id": 1}, max_position_embeddings=64),
-        _text,
-    ),
-    "marian": (
-        hf.MarianMTModel,
-        hf.MarianConfig(**_SEQ2SEQ, max_position_embeddings=64, decoder_start_token_id=0),
         _text,
     ),
     "whisper": (
@@ -157,12 +108,6 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, Callable[[], Inputs]]] = {
         _spectrogram,
     ),
     "wav2vec2": (hf.Wav2Vec2ForCTC, hf.Wav2Vec2Config(**_SPEECH), _sound),
-    "hubert": (hf.HubertForCTC, hf.HubertConfig(**_SPEECH), _sound),
-    "encodec": (
-        hf.EncodecModel,
-        hf.EncodecConfig(hidden_size=16, num_filters=4, codebook_size=16, codebook_dim=16),
-        _channel,
-    ),
     "vits": (
         hf.VitsModel,
         hf.VitsConfig(
@@ -174,8 +119,6 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, Callable[[], Inputs]]] = {
         ),
         _syllables,
     ),
-    "vit": (hf.ViTForImageClassification, hf.ViTConfig(**_WIDTH, **_IMAGE), _image),
-    "beit": (hf.BeitForImageClassification, hf.BeitConfig(**_WIDTH, **_IMAGE), _image),
     "swin": (
         hf.SwinForImageClassification,
         hf.SwinConfig(
@@ -189,34 +132,12 @@ FAMILIES: dict[str, tuple[type[nn.Module], Any, Callable[[], Inputs]]] = {
         hf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
         _image,
     ),
-    "regnet": (
-        hf.RegNetForImageClassification,
-        hf.RegNetConfig(
-            embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], groups_width=8
-        ),
-        _image,
-    ),
-    "convnext": (
-        hf.ConvNextForImageClassification,
-        hf.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2),
-        _image,
-    ),
     "clip": (
         hf.CLIPModel,
         hf.CLIPConfig(text_config=dict(_ENCODER), vision_config={**_WIDTH, **_IMAGE}),
         _image_and_text,
     ),
     "mamba": (hf.MambaForCausalLM, hf.MambaConfig(**_STATE_SPACE), _text),
-    "mamba2": (
-        hf.Mamba2ForCausalLM,
-        hf.Mamba2Config(**_STATE_SPACE, num_heads=8, head_dim=8, n_groups=2),
-        _text,
-    ),
-    "rwkv": (
-        hf.RwkvForCausalLM,
-        hf.RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=_VOCABULARY),
-        _text,
-    ),
 }  # fmt: skip
 
 

@@ -27,11 +27,10 @@ class Program:
 
     Args:
         draw: decides.
-        is_wide: whether with opcodes that only Python's own unpickler knows, too.
     """
 
-    def __init__(self, draw: random.Random, is_wide: bool = False) -> None:
-        self.draw, self.is_wide = draw, is_wide
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
         self.code = bytearray(b"\x80\2")
         self.memo: dict[int, str] = {}
         self.left = draw.choice((20, 60, 120))
@@ -51,8 +50,6 @@ class Program:
             at = self.draw.randrange(len(self.memo) + 2)
             self.memo[at] = kind
             self.emit(b"q" + bytes((at,)) if at < 256 else b"r" + struct.pack("<I", at))
-            if self.is_wide and self.draw.random() < 0.1:
-                self.emit(f"p{at}\n")
         return kind
 
     def get(self, *kinds: str) -> bool:
@@ -66,12 +63,7 @@ class Program:
 
     def text(self, value: str) -> str:
         code = value.encode()
-        if self.is_wide and self.draw.random() < 0.3:
-            written = (b"\x8c" + bytes((len(code),)) + code, b"V" + code + b"\n",
-                       b"U" + bytes((len(code),)) + code, b"S'" + code + b"'\n")  # fmt: skip
-            self.emit(self.draw.choice(written))
-        else:
-            self.emit(b"X" + struct.pack("<I", len(code)) + code)
+        self.emit(b"X" + struct.pack("<I", len(code)) + code)
         return "text"
 
     def int(self, value: int) -> str:
@@ -80,11 +72,6 @@ class Program:
             written += [b"K" + bytes((value,))] * 3
         if value >= 0:
             written.append(b"M" + struct.pack("<H", value))
-        if self.is_wide:
-            signs = b"%d", b"0%d", b" %d", b"+%d", b"0x%x", b"1_%d", b"0%o"
-            sign = self.draw.choice((b"%d", b"%d", b"%d", *signs))
-            written.append(b"I" + sign % value + b"\n")
-            written.append(b"L" + sign % value + self.draw.choice((b"L", b"")) + b"\n")
         self.emit(self.draw.choice(written))
         return "int"
 
@@ -93,12 +80,10 @@ class Program:
         if kind == 0:
             return self.int(self.draw.choice((0, 1, 2, 7, 10, 300, -1)))
         if kind == 1:
-            self.emit(self.draw.choice((b"N", b"\x88", b"\x89", b"I01\n" * self.is_wide or b"N")))
+            self.emit(self.draw.choice((b"N", b"\x88", b"\x89", b"N")))
             return "other"
         if kind == 2:
             self.emit(b"G" + struct.pack(">d", self.draw.choice((0.5, 1.0, -0.0, 1e300))))
-            if self.is_wide and self.draw.random() < 0.2:
-                self.emit(b"0", b"F", self.draw.choice((b"1.5", b"1_0.5", b" 2", b"inf")), b"\n")
             return "other"
         if kind == 3 and self.get("text", "int"):
             return "other"
@@ -311,47 +296,10 @@ class Program:
         self.emit(f"ctorch\n{self.draw.choice(('float16', 'bool', 'qint8', 'int4'))}\n")
         return self.put("dtype")
 
-    def odd(self, depth: int) -> str:
-        """Opcodes that only Python's own unpickler knows."""
-        kind = self.draw.randrange(7)
-        if kind == 0:
-            self.value(depth + 1)
-            self.emit(self.draw.choice((b"20", b"2\x862\x860\x85"))[:2])
-        elif kind == 1:
-            self.emit(b"\x8f(")
-            self.scalar()
-            self.emit(b"\x90")
-        elif kind == 2:
-            self.emit(b"(")
-            self.scalar()
-            self.emit(b"\x91")
-        elif kind == 3:
-            self.emit(b"(")
-            self.key()
-            self.value(depth + 1)
-            self.emit(b"d")
-            return self.put("dict")
-        elif kind == 4:
-            self.emit(b"(")
-            self.value(depth + 1)
-            self.emit(b"l")
-            return self.put("list")
-        elif kind == 5:
-            self.text("collections")
-            self.text("OrderedDict")
-            self.emit(b"\x93)R")
-            return self.put("odict", 0.6)
-        else:
-            self.emit(b"(icollections\nOrderedDict\n")
-            return self.put("odict", 0.6)
-        return "other"
-
     def value(self, depth: int) -> str:
         self.left -= 1
         if depth > 5 or self.left < 0:
             return self.scalar()
-        if self.is_wide and self.draw.random() < 0.1:
-            return self.odd(depth)
         kind = self.draw.random()
         if kind < 0.3:
             return self.tensor(depth)
@@ -372,9 +320,9 @@ class Program:
         return self.scalar()
 
 
-def program(seed: int, is_wide: bool = False) -> bytes:
+def program(seed: int) -> bytes:
     """A pickle."""
-    return Program(random.Random(seed), is_wide).data()
+    return Program(random.Random(seed)).data()
 
 
 def colliding_pairs(count: int) -> list[tuple[int, int]]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import copy
 import random
-import sys
-import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -95,7 +93,7 @@ def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[
     module, so a pre-hook writes in that way to tensors of its own module only. Its `how` says what
     it does.
     """
-    how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
+    how = choose.choice(["add", "data", "attribute", "attribute", "add", "closure", "data"])
     paths = [choose.random() for _ in range(2)]
 
     def act(module: Any) -> None:
@@ -104,8 +102,6 @@ def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[
         tensors = [t for t in tensors if not nn.parameter.is_lazy(t) and t.is_floating_point()]
         if how == "attribute":
             module.count = getattr(module, "count", 0) + 1
-        elif how == "list":
-            module.__dict__.setdefault("events", []).append(1)
         elif not tensors:
             return
         elif how == "closure":
@@ -119,15 +115,6 @@ def writing_hook(choose: random.Random, root: Any, *, before: bool) -> Callable[
                     tensor.add_(1)
             elif how == "data":
                 tensor.data[() if tensor.dim() == 0 else (..., slice(1))] += 5
-            elif how == "grad":
-                if isinstance(tensor, nn.Parameter):
-                    tensor.requires_grad_(not tensor.requires_grad)
-            elif how == "parameter":
-                for owner in module.modules():
-                    for name, one in list(owner._parameters.items()):
-                        if one is tensor and type(owner) in (nn.Linear, Two, Own):
-                            made = nn.Parameter(one.detach() * 3)
-                            setattr(owner, name, made)
 
     act.how = how  # type: ignore[attr-defined]
     return act
@@ -430,7 +417,7 @@ def facts_of(model: nn.Module) -> Facts:
         for at, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 slots[name, at], tensors[name, at] = _slot(value), value
-        for at in ("count", "loads", "log", "events", "extra"):
+        for at in ("count", "loads", "log", "extra"):
             if at in module.__dict__:
                 attributes[name, at] = _show(module.__dict__[at])
     return Facts(
@@ -492,7 +479,7 @@ def look(model: nn.Module) -> list[Any]:
                 for at, tensor in value.items():
                     found.append((name, at, id(tensor), _facts_of(tensor)))
             elif key != "_modules":
-                found.append((name, key, copy.copy(value) if key == "events" else str(value)))
+                found.append((name, key, str(value)))
         found.append((name, list(module._modules)))
     return found
 
@@ -597,10 +584,6 @@ def excuse(
     facts, kinds = {one.fact for one in wrong}, set(model.__dict__["kinds"])
     if not facts:
         return "loaded"
-    if "grad" in kinds and facts == {"grad"}:
-        return "a hook changes requires_grad of a tie"
-    if "parameter" in kinds and facts <= {"ties", "shared", "grad", "gradient"}:
-        return "a hook replaces a parameter: tie and gradient stay"
     slots = {one.slot for one in wrong}
     ours = facts_of(model)
     if door.mode == "assign" and not door.is_blank and facts <= {"values", "stride"}:
@@ -804,25 +787,3 @@ def run_shards(seeds: list[int], folder: str) -> dict[str, int]:
     for seed in seeds:
         ends[run_sharded(seed, Path(folder))] += 1
     return dict(ends)
-
-
-if __name__ == "__main__":  # python random_doors.py FIRST COUNT
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    first, count = map(int, sys.argv[1:3])
-    ends: collections.Counter[tuple[Any, str]] = collections.Counter()
-    with tempfile.TemporaryDirectory() as name:
-        if sys.argv[3:] == ["sharded"]:
-            seeds = [*range(first, first + count)]
-            print(torchlift.distributed.on_ranks(2, run_shards, seeds, name))
-            sys.exit()
-        for number in range(first, first + count):
-            for door in DOORS:
-                try:
-                    ends[door, run(number, door, Path(name))] += 1
-                except Exception as error:
-                    ends[door, "wrong"] += 1
-                    text = str(error).replace("\n", " | ")
-                    print(number, tuple(door), type(error).__name__, text[:600], flush=True)
-    for (door, end), n in sorted(ends.items()):
-        print(tuple(door), end, n)

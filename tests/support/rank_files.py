@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
 def make_model() -> nn.Module:
@@ -67,29 +66,6 @@ def save_ranks(folder: str) -> None:
     if rank == 0:
         torch.save(whole, out / "whole.pt")
         torch.save(moments, out / "moments.pt")
-
-
-def save_mesh(folder: str) -> None:
-    """Save tensors that four ranks of a mesh of two dimensions hold in different ways."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = torch.arange(70.0).view(10, 7)
-    ways = {
-        "replicas": [Replicate(), Shard(1)], "both": [Shard(0), Shard(1)],
-        "twice": [Shard(0), Shard(0)], "all": [Replicate(), Replicate()],
-    }  # fmt: skip
-    state = {name: distribute_tensor(whole, mesh, way) for name, way in ways.items()}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8))
-    known = {f"model.{key}": value.clone() for key, value in model.state_dict().items()}
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-    state |= {f"model.{key}": value for key, value in model.state_dict().items()}
-    torch_file(Path(folder, "mesh"), "model", rank, 4, state)
-    warnings.simplefilter("ignore")  # torch warns that this writer may change
-    writer = HuggingFaceStorageWriter(str(Path(folder, "slices")), save_distributed=True)
-    dcp.save(state, storage_writer=writer)
-    if rank == 0:
-        torch.save({**dict.fromkeys(ways, whole), **known}, Path(folder, "whole.pt"))
 
 
 def torch_file(folder: Path, kind: str, rank: int, world: int, state: object) -> Path:

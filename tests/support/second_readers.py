@@ -1,7 +1,5 @@
 """The libraries that own the formats, as second readers of every file that torchlift reads.
 
-    PYTHONPATH=src:tests/support python tests/support/second_readers.py torch-zip 1000000
-
 What torchlift shows of a file is what its owner's library reads, or the file is refused. Files are
 valid ones with something changed (see `valid_files`), or pickles made as programs.
 """
@@ -12,14 +10,11 @@ import collections
 import pickle
 import random
 import struct
-import sys
-import tempfile
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -41,55 +36,6 @@ class Refused(Exception):
 
 
 # Containers ---------------------------------------------------------------------------------------
-
-
-class Foreign:
-    """Stands for what a name means that neither reader knows; takes whatever it is given."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
-
-    def append(self, item: object) -> None:
-        pass
-
-    def extend(self, items: object) -> None:
-        pass
-
-
-_KNOWN = {
-    "collections": ("OrderedDict", "Counter", "defaultdict"), "_codecs": ("encode",),
-    "builtins": ("set", "frozenset", "complex", "slice", "bytearray", "bytes", "int", "float",
-                 "list", "dict", "str", "bool", "tuple"),
-}  # fmt: skip
-_UNPICKLED = torch._weights_only_unpickler._get_allowed_globals()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Python's own, in C, with the names that a checkpoint may call and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _KNOWN.get(module, ()):
-            return super().find_class(module, name)
-        if f"{module}.{name}" in _UNPICKLED:
-            return _UNPICKLED[f"{module}.{name}"]
-        return type(name, (Foreign,), {"__module__": module})
-
-
-RESTRICTED = SimpleNamespace(
-    __name__="restricted",
-    Unpickler=_Unpickler,
-    load=lambda file, **options: _Unpickler(file, **options).load(),
-)
-
-
-def is_foreign(value: object) -> bool:
-    return isinstance(value, Foreign) or (isinstance(value, type) and issubclass(value, Foreign))
 
 
 def tensors(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,8 +60,6 @@ def same(ours: object, theirs: object, depth: int = 0) -> bool:
     """Whether two objects are equal, type by type and bit by bit."""
     if depth > 120:
         raise Refused("nests too deep")
-    if is_foreign(theirs):
-        return True
     if isinstance(theirs, torch.Tensor):
         return isinstance(ours, torch.Tensor) and same_tensor(ours, theirs)
     if isinstance(theirs, (torch.storage.TypedStorage, torch.UntypedStorage)):
@@ -189,8 +133,8 @@ def _same_facts(entry: torchlift.TensorEntry, theirs: torch.Tensor) -> bool:
 # Owners -------------------------------------------------------------------------------------------
 
 
-def _loaded(path: Path, **options: Any) -> Any:
-    return torch.load(path, map_location="cpu", **options)
+def _loaded(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _script(path: Path) -> Any:
@@ -252,10 +196,7 @@ def _numpy(path: Path) -> Any:
 
 #: Format -> readers, which raise or return containers; the last one counts for what is refused.
 OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
-    "torch-zip": {
-        "weights_only": lambda path: _loaded(path, weights_only=True),
-        "pickle": lambda path: _loaded(path, weights_only=False, pickle_module=RESTRICTED),
-    },
+    "torch-zip": {"weights_only": _loaded},
     "torchscript": {"jit.load": _script},
     "safetensors": {"safetensors": _safetensors},
     "dcp": {"dcp.load": _dcp},
@@ -263,8 +204,7 @@ OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "npz": {"numpy": _numpy},
     "npy": {"numpy": _numpy},
 }  # fmt: skip
-OWNERS["torch-legacy"] = OWNERS["programs"] = OWNERS["wide programs"] = OWNERS["torch-zip"]
-OWNERS["legacy programs"] = OWNERS["torch-zip"]
+OWNERS |= dict.fromkeys(("torch-legacy", "programs", "legacy programs"), OWNERS["torch-zip"])
 
 
 def by_owner(read: Callable[[Path], Any], path: Path) -> Any:
@@ -395,9 +335,8 @@ def made(name: str, seed: int, folder: Path, seeds: list[Parts]) -> Path:
     if name == "legacy programs":
         return _legacy(path, program(seed))
     if name.endswith("programs"):
-        data = program(seed, name.startswith("wide"))
         stored = {key: content for key, (_, _, content) in STORAGES.items()}
-        return write_zip(path, data=data, storages=stored)
+        return write_zip(path, data=program(seed), storages=stored)
     opened, make, _ = FORMATS[name]
     parts = list(draw.choice(seeds))
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
@@ -422,24 +361,3 @@ def _legacy(path: Path, data: bytes) -> Path:
     content = [struct.pack("<q", STORAGES[key][1]) + STORAGES[key][2] for key in used]
     path.write_bytes(head + data + pickled(used) + b"".join(content))
     return path
-
-
-def main() -> None:
-    """Compare readers of a format, or of ``every``, on so many files from a seed on."""
-    which, count, first = sys.argv[1], int(sys.argv[2]), int((*sys.argv, 0)[3])
-    for name in OWNERS if which == "every" else which.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            seeds = valid(name, Path(folder))
-            place = Path(folder, "opened")
-            place.mkdir()
-            verdicts: Counter[str] = Counter()
-            for seed in range(first, first + count):
-                verdict, found = differences(name, made(name, seed, place, seeds))
-                verdicts[verdict] += 1
-                if found or verdict == "accepted":
-                    print(name, seed, verdict, *(line[:600] for line in found[:3]), flush=True)
-            print(name, count, dict(verdicts), flush=True)
-
-
-if __name__ == "__main__":
-    main()
