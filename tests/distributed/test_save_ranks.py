@@ -550,3 +550,25 @@ def test_names_in_the_file_are_those_of_the_bare_model(folder: Path) -> None:
             if suffix == "pt":
                 assert found._metadata.keys() == bare.state_dict()._metadata.keys(), wrap
         dist.barrier()
+
+
+@on(2, who=(0, 1), name=("all_gather_object", "gather_object"))
+def test_a_message_that_one_rank_cannot_send_is_sent_again(
+    who: int, name: str, folder: Path
+) -> None:
+    """For want of memory, say: the others wait for it, until the timeout of their group."""
+    collective, failed, fails = getattr(dist, name), 0, True
+
+    def call(*args: Any, **options: Any) -> object:
+        nonlocal failed, fails
+        if dist.get_rank() == who and fails:
+            failed, fails = failed + 1, False
+            raise MemoryError("no room")
+        fails = failed < 3
+        return collective(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, call)
+        save_consolidated({"w": torch.ones(2)}, folder / "saved.pt")
+    assert failed == (dist.get_rank() == who) * (3 if name == "all_gather_object" else 1)
+    assert torch.equal(torch.load(folder / "saved.pt")["w"], torch.ones(2))

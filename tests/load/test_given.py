@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from int8_weights import quantise_linear
 from small_models import unchanged
 from torch import nn
 
 import torchlift
+from torchlift._model.handlers import clone_of
 
 
 def build() -> nn.Module:
@@ -398,3 +400,34 @@ def test_an_optimizer_in_place_of_its_state_is_named():
         torchlift.load_optimizer(model, optimizer, {"optimizer": optimizer.state_dict()}, root=root)
     with pytest.raises(TypeError, match=r"Use the state_dict\(\) of this SGD"):
         torchlift.load_optimizer(model, optimizer, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass", "wrappers"])
+@pytest.mark.parametrize("mode", ["copy", "auto"])
+def test_values_trade_places(kind, mode):
+    """Also of a plain parameter and one of a subclass, which are copied one after the other."""
+    model = pair(kind)
+    before = {key: clone_of(value) for key, value in model.state_dict().items()}
+    other = {"a": "b", "b": "a"}
+    state = {f"{other[key[0]]}{key[1:]}": value for key, value in model.state_dict().items()}
+    torchlift.load(model, state, mode=mode)
+    for key, value in model.state_dict().items():
+        expected = before[f"{other[key[0]]}{key[1:]}"]
+        if kind == "wrappers" and key.endswith("weight"):
+            value, expected = value.dequantised(), expected.dequantised()
+        assert torch.equal(value.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor)), key
+
+
+class Marked(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def pair(kind: str) -> nn.Module:
+    model = nn.Module()
+    torch.manual_seed(0)
+    model.a, model.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    if kind == "subclass":
+        model.b.weight = nn.Parameter(model.b.weight.detach().as_subclass(Marked))
+    if kind == "wrappers":
+        quantise_linear(model, None)
+    return model

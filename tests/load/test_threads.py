@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from small_models import Two, saved
 from torch import nn
 
 import torchlift
+from torchlift.distributed import set_model_state_dict
 
 SIZE = 256
 LONG = 60  # seconds until a test gives up on a thread
@@ -150,3 +152,13 @@ def test_child_that_is_forked_in_the_middle_of_loads_can_load(files: list[Path])
         command, capture_output=True, text=True, timeout=LONG, check=False, env=env
     )
     assert run.stdout.splitlines() == ["0", "[1.0] [1.0] [2.0]"], run.stderr
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+def test_load_beside_a_thread_that_is_importing_goes_on(files, name, monkeypatch):
+    """A package is among the modules before it has what it defines."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    model = Two(SIZE, SIZE)
+    torchlift.load(model, files[0])
+    set_model_state_dict(model, constant(2.0))
+    assert values_in(model) == [2.0]

@@ -131,3 +131,13 @@ def test_missing_parameters_over_one_memory_are_constructed_as_one() -> None:
     assert one is not two
     assert one.data_ptr() == two.data_ptr()
     assert one.abs().sum() > 0
+
+
+@every_way
+def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
+    """What is tied is read from the module at the time of the load."""
+    model = torchlift.skeleton(zoo.Two, 4, 2)
+    model.b = model.a
+    torchlift.load(model, write({"b": torch.ones(4, 2)}, tmp_path), mode=mode, source=source)
+    assert model.b is model.a
+    assert model.a.eq(1).all()

@@ -338,3 +338,38 @@ def test_without_the_package_there_are_no_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match="pip install gguf"):
         remap.from_to("gguf->transformers", model)
+
+
+def test_experts_may_be_fused_in_the_file(tmp_path):
+    """As llama.cpp's converter writes them on request."""
+    model = small_model("Qwen3MoeForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    fuse = remap.merge(["*_gate_exps.*", "*_up_exps.*"], "*_gate_up_exps.*", cat=1)
+    torchlift.convert(path, tmp_path / "f.safetensors", rename=fuse)
+    rule = remap.from_to("gguf->transformers", model)
+    made = torchlift.skeleton(type(model), model.config)
+    torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
+    assert same(made, model)
+
+
+def test_a_missing_layer_is_missing(tmp_path):
+    """And one that the model lacks is unexpected."""
+    model = small_model("LlamaForCausalLM")
+    more = small_model("LlamaForCausalLM", num_hidden_layers=3)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    with pytest.raises(
+        MismatchError, match=r"missing \(9\): model.layers.2.self_attn.q_proj.weight"
+    ):
+        torchlift.load(more, path, rename=remap.from_to("gguf->transformers", more))
+    path = write_gguf(more, tmp_path / "more.gguf")
+    with pytest.raises(MismatchError, match=r"unexpected \(9\): blk.2."):
+        torchlift.load(model, path, rename=remap.from_to("gguf->transformers", model))
+
+
+def test_half_of_the_experts_are_not_all(tmp_path):
+    """Gate and up projection make one tensor, or none."""
+    model = small_model("Qwen3MoeForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    rule = remap.from_to("gguf->transformers", model)
+    with pytest.raises(MismatchError, match=r"Missing: blk.1.ffn_up_exps.weight"):
+        torchlift.load(model, path, rename=rule, exclude=["blk.1.ffn_up_exps*"], strict=False)

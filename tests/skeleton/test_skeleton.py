@@ -421,3 +421,51 @@ def test_what_is_made_already_is_left_alone() -> None:
     assert torchlift.materialize(model) == ["1.weight", "1.bias"]
     assert torchlift.materialize(model) == []
     assert (model[0].weight == 7).all()
+
+
+def test_modules_from_several_skeletons_are_made_in_one_go() -> None:
+    """Each tensor is made by the skeleton that recorded it; live ones are left alone."""
+    live = nn.Linear(2, 2)
+    model = nn.Sequential(torchlift.skeleton(nn.Linear, 2, 3), pair(), live)
+    model[1] = torchlift.skeleton(pair)
+    assert "0.weight" in torchlift.materialize(model)
+    assert ModuleTree(model).on_meta == []
+    assert model[2] is live
+
+
+def test_values_that_torch_has_loaded_stay() -> None:
+    """``assign=True`` puts tensors into a skeleton, and so may anybody."""
+    trained = nn.BatchNorm1d(3)
+    trained.running_mean.fill_(5)
+    for way in torchlift.materialize, lambda m: torchlift.load(m, trained.state_dict()):
+        model = torchlift.skeleton(nn.BatchNorm1d, 3)
+        model.load_state_dict(trained.state_dict(), assign=True)
+        way(model)
+        assert model.running_mean.eq(5).all()
+
+
+def test_a_buffer_that_the_caller_has_replaced_stays() -> None:
+    """Other tables are put into a skeleton on purpose."""
+    for way in "cast", "load":
+        model: Any = torchlift.skeleton(Rotary)
+        model.table = torch.full_like(model.table, 7)
+        if way == "cast":
+            model.half()
+        torchlift.load(model, Rotary().state_dict())
+        assert model.table.eq(7).all()
+
+
+def test_parameters_that_share_memory_share_it_when_they_are_made() -> None:
+    """Two parameters over one memory are two objects, as heads of old models are."""
+
+    def old_head() -> nn.Module:
+        model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
+        model["two"].weight.data = model["one"].weight.data
+        return model
+
+    model: Any = torchlift.skeleton(old_head)
+    assert torchlift.materialize(model, names="two.weight") == ["two.weight"]
+    model = torchlift.skeleton(old_head)
+    torchlift.materialize(model)
+    assert model["one"].weight is not model["two"].weight
+    assert model["one"].weight.data_ptr() == model["two"].weight.data_ptr()

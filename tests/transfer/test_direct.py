@@ -220,3 +220,20 @@ def test_a_cold_load_takes_its_tensors_and_a_fixed_budget(tmp_path):
     used = torchlift.measure.in_child(cold_load, str(path))
     assert used.value == 128 << 20
     assert used.memory.added_anonymous < (128 + 64) << 20
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, monkeypatch, opens):
+    """The bytes behind its new end are not made up."""
+    path = tmp_path / "shrinks"
+    path.write_bytes(bytes(NBYTES))
+    evict(path)
+    true = direct.OpenFile.read_direct
+
+    def shrinking(file: direct.OpenFile, *rest: object) -> int | None:
+        os.truncate(path, 5 << 20)
+        return true(file, *rest)
+
+    monkeypatch.setattr(direct.OpenFile, "read_direct", shrinking)
+    with opened(path) as files, pytest.raises(IntegrityError, match="ends early"):
+        read(whole(path), files)
+    assert not readers()

@@ -245,3 +245,18 @@ def test_a_load_is_filled_for_every_user(user):
         filled, opened = map(int, run(LOAD, Path(folder, "x.safetensors"), user).stdout.split())
     assert filled > 15 * MIB
     assert opened == 0
+
+
+@needs_filler
+def test_memory_that_stays_registered_is_an_error(monkeypatch, no_huge_pages):
+    """The kernel needs one more map to divide a registered range, and a process has a limit."""
+    control = Filler._control
+    monkeypatch.setattr(
+        Filler,
+        "_control",
+        lambda self, number, argument: (
+            number != userfault._UNREGISTER and control(self, number, argument)
+        ),
+    )
+    with pytest.raises(MemoryError, match="too many maps"):
+        write(new_memory(4 * MIB), 0, pattern(4 * MIB))

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import pytest
 
+from torchlift._transfer import write
 from torchlift._transfer.write import AtomicFile, Runs, remove_debris, write_at
 
 
@@ -123,3 +124,15 @@ def test_a_large_run_is_written_and_added_to_its_checksum(tmp_path: Path) -> Non
         assert to.write(0, memoryview(data), 0) == crc32(data)
         assert to.write(len(data), memoryview(data), crc32(data)) == crc32(data * 2)
     assert (tmp_path / "x").read_bytes() == data * 2
+
+
+def test_a_file_of_another_writer_is_never_overwritten(tmp_path, monkeypatch):
+    """Even if it has the name that was drawn."""
+    monkeypatch.setattr(write.secrets, "token_hex", lambda _: "taken000")
+    live = AtomicFile(str(tmp_path / "x"))
+    write_at(live.descriptor, b"theirs", 0)
+    with pytest.raises(FileExistsError):
+        AtomicFile(str(tmp_path / "x"))
+    live.commit()
+    live.close()
+    assert (tmp_path / "x").read_bytes() == b"theirs"
