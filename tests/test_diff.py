@@ -77,6 +77,18 @@ def test_each_kind_of_difference_is_named(tmp_path):
     assert "renamed (1)\n  old -> new\nremoved (1)\n  gone\nadded (1)\n  more" in text
 
 
+def test_tensors_that_share_memory_are_counted_once_in_the_size(tmp_path: Path) -> None:
+    """A tie has its bytes once, from a file and in memory. Two equal tensors have them twice."""
+    table = torch.zeros(8, 4)
+    tied = {"embed.weight": table, "head.weight": table, "norm": torch.ones(4)}
+    torch.save(tied, tmp_path / "tied.pt")
+    equal = {key: value.clone() for key, value in tied.items()}
+    for first in tied, tmp_path / "tied.pt":
+        found = torchlift.diff(first, equal)
+        assert (found.compared, found.nbytes) == (3, 128 + 16)
+    assert torchlift.diff(equal, tied).nbytes == 2 * 128 + 16
+
+
 def test_tolerances_are_those_of_isclose(tmp_path):
     """Within them a tensor is equal; a cast is told from other weights."""
     one = {"w": torch.randn(1000) + 3}

@@ -80,6 +80,29 @@ def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
     assert not (plain == 1).all(axis=1).any()
 
 
+def test_ticks_that_a_card_has_no_room_for_are_light_on_the_dark_figure() -> None:
+    """The card is drawn before. It is so low that its axis has fewer ticks."""
+    plt.style.use("torchlift.measure.figures")
+    figure, (above, axes) = plt.subplots(2, 1, figsize=(5.6, 5.0), sharex=True)
+    above.plot(numpy.linspace(0, 1, 300), label="one\nof two lines")
+    axes.plot(numpy.logspace(-2.5, 1.2, 300))
+    axes.set(yscale="log", xlabel="step")
+    figure.legend(loc="outside upper center")
+    figure.canvas.draw()
+    ticks = len(axes.get_yticks())
+    with figures_twice.as_card(figure):
+        figure.canvas.draw()
+        assert len(axes.get_yticks()) < ticks
+    figures_twice.darken(figure)
+    figure.canvas.draw()
+    drawn = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+    colours = {to_hex(tick.tick1line.get_color()) for tick in drawn}
+    colours |= {to_hex(tick.label1.get_color()) for tick in drawn}
+    plt.close(figure)
+    assert len(axes.get_yticks()) == ticks
+    assert colours == {figures_twice.INK}
+
+
 # ---- pages
 
 

@@ -132,6 +132,8 @@ def dark_colour(colour: Any) -> Any:
 
 def darken(figure: Figure) -> None:
     """Give every artist of a figure its colour on the dark page."""
+    # A card has room for fewer ticks. Without a new layout, those that it left out stay dark.
+    figure.draw_without_rendering()
     for artist in artists_of(figure):
         if isinstance(artist, Line2D):
             names = "color", "markerfacecolor", "markeredgecolor"

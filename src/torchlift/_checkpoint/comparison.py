@@ -19,7 +19,7 @@ import torch
 from torchlift._checkpoint.checkpoint import Checkpoint, TensorEntry, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of, meta_error, readable_parts
 from torchlift._model.dtensor import is_dtensor
-from torchlift._model.handlers import shape_of
+from torchlift._model.handlers import has_memory, shape_of
 from torchlift._system.memory import collection_paused
 from torchlift._system.text import Facts, Summary, count_of, human, printable
 from torchlift._transfer.reading import BUDGET
@@ -94,7 +94,7 @@ class CheckpointDiff(Summary):
         relocated: Key -> both location tags, if they differ. Locations are not content.
         blocked: Keys in both that were not compared, because a value cannot be rebuilt.
         compared: Number of tensors that both have.
-        nbytes: Size of these tensors in the first checkpoint, in bytes.
+        nbytes: Size of these tensors in the first checkpoint, in bytes. A tie counts once.
     """
 
     added: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ def diff(
         unknown = {*one.blocked, *two.blocked}
         blocked = tuple(key for key in keys if key in others and key in unknown)
         changed: dict[str, Change] = {}
-        relocated, compared, nbytes = {}, 0, 0
+        relocated, sizes, compared = {}, dict[object, int](), 0
         both = [key for key in keys if key in others and key not in unknown]
         opened = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
 
@@ -217,7 +217,7 @@ def diff(
         for key in in_transfers(both, opened, is_needed):
             if key in one.specs and key in two.specs:
                 compared += 1
-                nbytes += one.specs[key].nbytes
+                sizes[one.specs[key].place or key] = one.specs[key].nbytes
                 tags = one.specs[key].location, two.specs[key].location
                 if tags[0] != tags[1]:
                     relocated[key] = tags
@@ -236,7 +236,7 @@ def diff(
             relocated=relocated,
             blocked=blocked,
             compared=compared,
-            nbytes=nbytes,
+            nbytes=sum(sizes.values()),
         )
 
 
@@ -245,13 +245,15 @@ class _Spec(NamedTuple):
     dtype: str
     location: str
     nbytes: int
+    place: object  # equal for the tensors of a tie; None if no other tensor can have it
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
         """Return the spec of a tensor in memory."""
         shape = shape_of(tensor)
         nbytes = math.prod(shape) * tensor.itemsize
-        return cls(shape, _name(tensor.dtype), str(tensor.device), nbytes)
+        place = (tensor.data_ptr(), nbytes) if has_memory(tensor) else None
+        return cls(shape, _name(tensor.dtype), str(tensor.device), nbytes, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,7 @@ class _Side:
 
     Attributes:
         tensors: Key -> tensor.
-        specs: Key -> shape, dtype, location and size of that tensor.
+        specs: Key -> shape, dtype, location, size and place of that tensor.
         objects: Key -> value that is not a tensor.
         blocked: Keys whose values cannot be rebuilt.
     """
@@ -280,7 +282,7 @@ class _Side:
         if isinstance(side, Checkpoint):
             side = stack.enter_context(side._anew())
             specs = {
-                key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes)
+                key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes, entry.chunks)
                 for key, entry in side.entries.items()
             }
             for key, entry in side.entries.items():
@@ -446,7 +448,7 @@ def _plain(value: Any) -> Any:
 
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
     """Return how far two tensors of one shape are from each other, or None if they are equal."""
-    differing, largest, numel = 0, 0.0, math.prod(_Spec.of(a).shape)
+    differing, largest, numel = 0, 0.0, math.prod(shape_of(a))
     if _is_sparse(a) or _is_sparse(b):
         a, b = _where_either_is(a, b)
     shapes = ([part.shape for part in dense_of(x)] for x in (a, b))

@@ -193,10 +193,9 @@ _MODES: Mapping[Mode, str] = {
 def summarise(report: LoadReport) -> Facts:
     """Return the facts that a plan and a report have in common."""
     facts: Facts = []
-    ways = Counter((item.mode, item.source) for item in report.loaded.values())
+    ways = Counter((item.mode, _origin_of(item)) for item in report.loaded.values())
     facts += [
-        ("how", f"{n} {_SOURCES[source]}, {_MODES[mode]}")
-        for (mode, source), n in sorted(ways.items())
+        ("how", f"{n} {origin}, {_MODES[mode]}") for (mode, origin), n in sorted(ways.items())
     ]
     mapped = [item for item in report.loaded.values() if item.is_mapped]
     if mapped:
@@ -226,6 +225,13 @@ def summarise(report: LoadReport) -> Facts:
     notes = Counter(item.note for item in report.loaded.values() if item.note)
     facts += [("note", f"{note} ({count_of(n, 'tensor')})") for note, n in notes.items()]
     return facts
+
+
+def _origin_of(item: KeyReport) -> str:
+    """Return how a tensor gets its values, in one word. A class may convert mapped values."""
+    if (item.source, item.route) == ("mmap", "compute"):
+        return "computed"
+    return _SOURCES[item.source]
 
 
 def _brief(names: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from torchlift.cli.output import report
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "Exit status: 0 if they are equal, 1 if they differ, 2 after an error, or if some values "
+        "Exit status: 0 if they are equal, 1 if they differ, 2 after an error, or if some values\n"
         "could not be compared and all others are equal."
     )
     parser.set_defaults(trouble=2)
