@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from int8_weights import Int8
 from small_models import Two, saved
 from torch import nn
 
 import torchlift
+from torchlift import swap
 from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
 
 LINE = 'these bytes are the file\'s; never overwrite it in place, or load with source="read"'

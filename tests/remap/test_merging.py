@@ -23,7 +23,7 @@ from zoo import Bag, Holder, same
 
 import torchlift
 from torchlift import remap
-from torchlift.errors import CheckpointError, MismatchError
+from torchlift.errors import CheckpointError, MismatchError, PlacementError
 
 State = dict[str, torch.Tensor]
 
@@ -470,3 +470,13 @@ def test_a_rule_that_says_nothing_definite_is_refused(call, message) -> None:
     """When it is made, with the call that made it."""
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_what_is_in_several_places_cannot_stay_on_disk(path) -> None:
+    """It would take memory, which is what the caller did not ask for."""
+    model = torchlift.skeleton(Bag, fused(experts()))
+    with pytest.raises(PlacementError, match="cannot stay on disk, where it is in several places"):
+        torchlift.load(model, path, rename=FUSE, device="disk")
+    some = remap.by_pattern({r"q\.weight$": "disk", "": "cpu"})
+    report = torchlift.load(model, path, rename=FUSE, device=some)
+    assert report.loaded["layers.0.q.weight"].route == "view"

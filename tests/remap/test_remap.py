@@ -322,3 +322,16 @@ def test_options_of_the_command_are_refused_one_by_one(tmp_path, capsys):
         assert not os.path.exists(to)
     assert cli.main(["convert", str(path), to, "--drop", "bias", "--strip", "module"]) == 0
     assert [*torchlift.open(to)] == ["weight"]
+
+
+def test_a_rule_sees_a_tensor_that_the_file_lacks_as_the_model_has_it(path) -> None:
+    """A rule that places by size needs its numbers."""
+    seen = {}
+    torchlift.load(
+        nn.ModuleDict({"scale": nn.Conv2d(2, 3, 4).to(memory_format=torch.channels_last)}),
+        {"scale.bias": torch.ones(3)},
+        device=lambda entry: seen.update({entry.key: entry}),
+        allow_missing=["scale.weight"],
+    )
+    entry = seen["scale.weight"]
+    assert (entry.shape, entry.stride, entry.nbytes) == ((3, 2, 4, 4), (32, 1, 8, 2), 384)
