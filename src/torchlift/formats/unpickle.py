@@ -411,20 +411,35 @@ def _dict(m: Machine) -> None:
     m.fill(dict, items)
 
 
+# Most opcodes of a DCP folder's metadata are the next four, so they call little.
+
+
 def _memoize(m: Machine) -> None:
     m.budget.spend(_LIST)
-    m.put(len(m.memo))
+    m.memo[len(m.memo)] = m.stack[-1]
+
+
+def _get_short(m: Machine) -> None:
+    m.stack.append(m.memo[m.data[m.pos]])
+    m.pos += 1
+
+
+def _get_long(m: Machine) -> None:
+    (index,) = _U4.unpack_from(m.data, m.pos)
+    m.stack.append(m.memo[index])
+    m.pos += _U4.size
+
+
+def _tuple1(m: Machine) -> None:
+    m.stack[-1] = (m.stack[-1],)
 
 
 def _put(index: _Read) -> Handler:
     return lambda m: m.put(index(m))
 
 
-def _get(index: _Read) -> Handler:
-    return lambda m: m.stack.append(m.memo[index(m)])
-
-
 _u1, _u2, _i4, _u4, _u8 = map(_fixed, ("<B", "<H", "<i", "<I", "<Q"))
+_U4 = struct.Struct("<I")
 
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
@@ -442,7 +457,7 @@ _OPCODES: dict[bytes, Handler] = {
     b")": _constant(()), b"d": _dict, b"l": _push(Machine.group),
     b"t": _push(lambda m: tuple(m.group())),
     b"\x91": _push(lambda m: frozenset(m.hashed(m.group()))),
-    b"\x85": _push(lambda m: (m.stack.pop(),)), b"\x86": _push(lambda m: tuple(m.last(2))),
+    b"\x85": _tuple1, b"\x86": _push(lambda m: tuple(m.last(2))),
     b"\x87": _push(lambda m: tuple(m.last(3))),
     b"a": lambda m: m.fill(list, [m.stack.pop()]), b"e": lambda m: m.fill(list, m.group()),
     b"s": lambda m: m.fill(dict, m.last(2)), b"u": lambda m: m.fill(dict, m.group()),
@@ -453,7 +468,7 @@ _OPCODES: dict[bytes, Handler] = {
     b"\x92": _push(lambda m: m.world.call(*m.last(3))),
     b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
     b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
-    b"h": _get(_u1), b"j": _get(_u4),
+    b"h": _get_short, b"j": _get_long,
 }  # fmt: skip
 
 HANDLERS: list[Handler] = [_OPCODES.get(bytes((code,)), _unread) for code in range(256)]
