@@ -414,7 +414,7 @@ def test_close_leaves_no_thread_and_no_descriptor(folder: Path) -> None:
             keeper = torchlift.Keeper(folder, timeout=HANGS.seconds)
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == dist.get_world_size() - 1:
-                    patch.setattr(run_state, "save", lambda *a, **o: [][0])
+                    patch.setattr(run_state, "take_apart", lambda *a, **o: [][0])
                     patch.setattr(run_state, "write_state", lambda *a, **o: [][0])
                 keeper.resume()
                 keeper.save(9, model=nn.Linear(2, 1))
@@ -462,7 +462,7 @@ def test_whatever_fails_on_one_rank_ends_it_on_all(folder: Path) -> None:
         return
     calls = {
         "save": ("read_states", "require_savable",
-                 "Generators", "save"),
+                 "Generators", "take_apart"),
         "resume": ("open_checkpoint", "find_checksums", "slices_of", "read_states",
                    "prepare", "Generators"),
     }  # fmt: skip
