@@ -74,6 +74,9 @@ _MAX_DEPTH = 90  # of containers, one in the other
 #: whose head was not read.
 _ITEM_END, _UNKNOWN = 1 << 11, "unknown"
 
+#: Most forms of items of one length: a layer may have matrices of 2 x 8 and of 8 x 2.
+_MOST_FORMS = 8
+
 #: First and last byte of the pickle in ``.metadata``, and bytes in the name of a data file.
 _PICKLE_START, _PICKLE_END, _LONGEST_NAME = b"\x80", b".", 255
 
@@ -634,22 +637,23 @@ class _Head(NamedTuple):
     stamp: Stamp
 
 
-def _read_tensor(forms: dict[int, _Form], source: Source, item: _Item, prefix: str) -> _Head:
+def _read_tensor(forms: dict[int, list[_Form]], source: Source, item: _Item, prefix: str) -> _Head:
     """Read the item of a tensor.
 
     Args:
-        forms: Length -> the form of items that were read before.
+        forms: Length -> the forms of items that were read before, the latest one first.
         source: The file.
         item: The item.
         prefix: The beginning of the names of its storages.
     """
-    known = forms.get(item.nbytes)
-    head = known.find(source, item, prefix) if known is not None else None
-    if head is None:
-        index = _read_object(source, item, prefix)
-        head = _Head(next(iter(index.entries.values()), None), index.storages, source.stamp)
-        if made := _form_of(source, item, head, prefix):
-            forms[item.nbytes] = made
+    known = forms.setdefault(item.nbytes, [])
+    for form in known:
+        if (found := form.find(source, item, prefix)) is not None:
+            return found
+    index = _read_object(source, item, prefix)
+    head = _Head(next(iter(index.entries.values()), None), index.storages, source.stamp)
+    if (made := _form_of(source, item, head, prefix)) is not None:
+        known[:] = [made, *known[: _MOST_FORMS - 1]]
     return head
 
 
