@@ -23,7 +23,6 @@ from torch import nn
 from zoo import same, trained, two_layers
 
 import torchlift
-from torchlift.distributed import folder as folder_module
 from torchlift.distributed.run_state import Snapshot
 from torchlift.errors import CheckpointError
 
@@ -95,24 +94,6 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: ob
         assert keeper.steps() == [2]
 
 
-def test_each_metric_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of thousands of checkpoints all would be opened at each save."""
-    opened: list[str] = []
-    open_one = folder_module.open_checkpoint
-
-    def noting(path: str, *args: Any) -> Any:
-        opened.append(os.path.basename(path))
-        return open_one(path, *args)
-
-    monkeypatch.setattr(folder_module, "open_checkpoint", noting)
-    with torchlift.Keeper(tmp_path, keep=None, best="loss", background=False) as keeper:
-        for step in range(1, 6):
-            keeper.save(step, w=torch.ones(2), metrics={"loss": -step})
-        keeper.save(5, w=torch.ones(2), metrics={"loss": 9.0})
-        assert keeper.best() == str(tmp_path / "step-000000004.pt")
-    assert sorted(opened) == [f"step-{step:09d}.pt" for step in (1, 2, 3, 4, 5, 5)]
-
-
 def test_an_old_one_that_cannot_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,22 +117,6 @@ def test_an_old_one_that_cannot_be_removed_is_a_warning(
         assert keeper.steps() == [1, 3]
         keeper.save(4, run)
     assert os.listdir(tmp_path) == ["step-000000004.pt"]
-
-
-def test_a_folder_is_flushed_into_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a crash of the machine may take the folder with all that is in it."""
-    flushed: list[str] = []
-    fsync = os.fsync
-
-    def noting(descriptor: int) -> None:
-        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noting)
-    torchlift.Keeper(tmp_path / "a" / "b").close()
-    assert flushed == [str(tmp_path), str(tmp_path / "a")]
 
 
 @pytest.fixture
@@ -551,26 +516,6 @@ def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, kept)
-
-
-_DAEMON = """
-import multiprocessing, sys, time, torchlift
-keeper = torchlift.Keeper(sys.argv[1])
-assert not keeper.should_stop()
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
-child.start()
-print("ends", flush=True)
-"""
-
-
-def test_a_program_with_a_daemon_child_ends(tmp_path: Path) -> None:
-    """At its end, Python sends the child SIGTERM and waits for it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DAEMON, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-        timeout=300, check=True,
-    )  # fmt: skip
-    assert done.stdout == "ends\n"
-    assert os.listdir(tmp_path) == []  # an end without close leaves no lock
 
 
 def test_arrays_of_an_object_come_back_as_they_were(tmp_path: Path) -> None:

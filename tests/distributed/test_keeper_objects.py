@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -178,57 +177,6 @@ def test_a_name_that_is_now_another_kind_of_object_changes_nothing(
         with pytest.raises((CheckpointError, KeyError)):
             keeper.resume(run)
         assert same(everything(run), before)
-
-
-def go_on(folder: str, saves: bool) -> list[float]:
-    """Train two sharded models with two optimizers from where the folder is; the next losses."""
-
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    torch.manual_seed(0 if saves else 1)
-    one, two = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
-    for module in (one, two[0], two) if ranks > 1 else ():
-        fully_shard(module, mesh=cpu_mesh())
-    first = torch.optim.AdamW(one.parameters(), lr=0.02)
-    run: dict[str, Any] = {
-        "one": one,
-        "two": two,
-        "first": first,
-        "second": torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9),
-        "scheduler": torch.optim.lr_scheduler.StepLR(first, 2),
-    }
-    losses = []
-    with torchlift.Keeper(folder, background=False) as keeper:
-        step = 0 if saves else keeper.resume(run)
-        assert step is not None
-        for number in range(step, step + 3 + 3 * saves):
-            # All ranks have one batch: the mean of their gradients is that of one process.
-            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-            loss = run["two"](run["one"](inputs)).square().mean()
-            loss.backward()
-            for name in ("first", "second"):
-                run[name].step()
-                run[name].zero_grad()
-            run["scheduler"].step()
-            losses.append(loss.item())
-            if saves and number == 2:
-                keeper.save(3, run)
-    return losses[-3:]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_equal_losses_on_any_number_of_ranks(
-    tmp_path: Path, before: int, now: int
-) -> None:
-    """To the bit, where the arithmetic is: a folder of several ranks, and a file of one."""
-    on_ranks = torchlift.distributed.on_ranks
-    expected = go_on(str(tmp_path), True) if before == 1 else None
-    expected = expected or on_ranks(before, go_on, str(tmp_path), True)[0]
-    (left,) = os.listdir(tmp_path)
-    assert left.endswith(".pt") == (before == 1)
-    found = [go_on(str(tmp_path), False)] if now == 1 else None
-    found = found or on_ranks(now, go_on, str(tmp_path), False)
-    assert found == [expected] * now
 
 
 def test_objects_are_loaded_in_the_order_in_which_they_are_passed(tmp_path: Path) -> None:
