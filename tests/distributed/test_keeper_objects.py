@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -49,35 +48,54 @@ def everything(run: dict[str, Any]) -> dict[str, Any]:
     return {**states, "rng": torch.get_rng_state()}
 
 
-class Lazy(Stateful):
-    """It has no state before it has started, as some loaders."""
+class Late(Stateful):
+    """It has no state before it is loaded, as some loaders, and draws random numbers then."""
+
+    started = False
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.seen:
+        if not self.started:
             raise RuntimeError("not started")
         return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(3)
+        super().load_state_dict(state)
+
+
+def started(value: int) -> Late:
+    made = Late(value)
+    made.started = True
+    return made
 
 
 def test_an_object_without_a_state_before_is_loaded_last_and_named(tmp_path: Path) -> None:
     """Nobody could give it back: all others are loaded, the error says so, its way out works."""
-    model, lazy = nn.Linear(2, 1), Lazy(1)
-    lazy.seen = [1]
+    model = nn.Linear(2, 1)
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, model=model, lazy=lazy)
-        fresh = Lazy(0)
-        assert keeper.resume(model=nn.Linear(2, 1), lazy=fresh) == 1
-        assert fresh.seen == [1]
-        other, refuses = nn.Linear(2, 1), Lazy(0, refuses=True)
+        keeper.save(1, model=model, late=started(5))
+        fresh = Late(0)
+        assert keeper.resume(model=nn.Linear(2, 1), late=fresh) == 1
+        assert fresh.value == 5
+        other, refuses = nn.Linear(2, 1), Late(0, refuses=True)
         with pytest.raises(
-            PlacementError, match=r"'lazy': .*All other objects are loaded.*unknown"
+            PlacementError, match=r"'late': .*All other objects are loaded.*unknown"
         ) as it:
-            keeper.resume(model=other, lazy=refuses)
-        assert it.value.hint == "Resume without lazy."
+            keeper.resume(model=other, late=refuses)
+        assert it.value.hint == "Resume without late."
         assert same(model.state_dict(), other.state_dict())
 
 
-def test_generators_are_given_back_by_a_resume_that_fails(tmp_path: Path) -> None:
-    """A loader may draw numbers when it is asked for its state."""
+@pytest.mark.parametrize("refuses", [False, True])
+def test_code_that_draws_numbers_does_not_change_the_next_ones(
+    tmp_path: Path, refuses: bool
+) -> None:
+    """That of a model, of an object that is asked for its state, and of one that is loaded last."""
+
+    class Layer(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            torch.rand(3)
+            super()._load_from_state_dict(*args)
 
     class Drawing(Stateful):
         def state_dict(self) -> dict[str, Any]:
@@ -85,29 +103,18 @@ def test_generators_are_given_back_by_a_resume_that_fails(tmp_path: Path) -> Non
             return super().state_dict()
 
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, model=nn.Linear(2, 1), loader=Drawing(1))
-        now = torch.get_rng_state()
-        with pytest.raises(OSError, match="no such luck"):
-            keeper.resume(loader=Drawing(2, refuses=True))
-        assert torch.equal(torch.get_rng_state(), now)
-
-
-def test_generators_are_given_back_although_code_of_a_model_drew_numbers(tmp_path: Path) -> None:
-    """It runs before the object that refuses its state."""
-
-    class Layer(nn.Linear):
-        def _load_from_state_dict(self, *args: Any) -> None:
-            torch.rand(3)
-            super()._load_from_state_dict(*args)
-
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, model=Layer(2, 1), loader=Stateful(1))
-        other = Layer(2, 1)
-        now, weight = torch.get_rng_state(), other.weight.clone()
-        with pytest.raises(OSError, match="no such luck"):
-            keeper.resume(model=other, loader=Stateful(2, refuses=True))
-        assert torch.equal(torch.get_rng_state(), now)
-        assert torch.equal(other.weight, weight)
+        keeper.save(1, late=started(5), model=Layer(2, 1), loader=Drawing(1))
+        expected = torch.get_rng_state()
+        model, loader, late = Layer(2, 1), Drawing(2, refuses), Late(0)
+        before, weight = torch.get_rng_state(), model.weight.clone()
+        if refuses:
+            with pytest.raises(OSError, match="no such luck"):
+                keeper.resume(late=late, model=model, loader=loader)
+        else:
+            assert keeper.resume(late=late, model=model, loader=loader) == 1
+        assert torch.equal(torch.get_rng_state(), before if refuses else expected)
+        assert torch.equal(model.weight, weight) == refuses
+    assert late.value == (0 if refuses else 5)
 
 
 def holding(models: list[nn.Module]) -> dict[str, Any]:
@@ -134,31 +141,18 @@ def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
 ) -> None:
     """It would count as plain data, and resume would load nothing, with success."""
     models: list[nn.Module] = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    things = holding(models)[kind]
     with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(
-            PlacementError, match="'things': resume cannot load objects inside"
-        ) as caught:
-            keeper.save(1, model=models[0], things=holding(models)[kind])
+        for call in (lambda: keeper.save(1, things=things), lambda: keeper.resume(things=things)):
+            with pytest.raises(
+                PlacementError, match="'things': resume cannot load objects inside"
+            ) as caught:
+                call()
+            is_dict = kind in ("a dict", "a deep one", "with data")
+            way = "**models." if is_dict else "each for n, each in enumerate(models)"
+            assert way in (caught.value.hint or "")
         assert keeper.steps() == []
-        is_dict = kind in ("a dict", "a deep one", "with data")
-        way = "**models." if is_dict else "each for n, each in enumerate(models)"
-        assert way in (caught.value.hint or "")
-        # The way out works.
-        named = {f"model_{n}": each for n, each in enumerate(models)}
-        assert keeper.save(1, **named)
-        others = {f"model_{n}": nn.Linear(2, 1) for n in range(2)}
-        assert keeper.resume(**others) == 1
-        assert all(same(named[name].state_dict(), others[name].state_dict()) for name in named)
-        with pytest.raises(PlacementError, match="'things': resume cannot load objects inside"):
-            keeper.resume(things=holding(models)[kind])
-
-
-def test_containers_of_plain_data_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Also one that nobody could mistake."""
-    plain = {"a": [1, (2, "x")], "b": {3: torch.ones(2)}, "c": (None, 1.5)}
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        assert keeper.save(1, plain=plain)
-        assert same(torchlift.open(keeper.latest()).tree("plain"), plain)
+        assert keeper.save(1, **{f"model_{n}": each for n, each in enumerate(models)})
 
 
 @pytest.mark.parametrize(
@@ -183,93 +177,6 @@ def test_a_name_that_is_now_another_kind_of_object_changes_nothing(
         with pytest.raises((CheckpointError, KeyError)):
             keeper.resume(run)
         assert same(everything(run), before)
-
-
-def go_on(folder: str, saves: bool) -> list[float]:
-    """Train two sharded models with two optimizers from where the folder is; the next losses."""
-
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    torch.manual_seed(0 if saves else 1)
-    one, two = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
-    for module in (one, two[0], two) if ranks > 1 else ():
-        fully_shard(module, mesh=cpu_mesh())
-    first = torch.optim.AdamW(one.parameters(), lr=0.02)
-    run: dict[str, Any] = {
-        "one": one,
-        "two": two,
-        "first": first,
-        "second": torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9),
-        "scheduler": torch.optim.lr_scheduler.StepLR(first, 2),
-    }
-    losses = []
-    with torchlift.Keeper(folder, background=False) as keeper:
-        step = 0 if saves else keeper.resume(run)
-        assert step is not None
-        for number in range(step, step + 3 + 3 * saves):
-            # All ranks have one batch: the mean of their gradients is that of one process.
-            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-            loss = run["two"](run["one"](inputs)).square().mean()
-            loss.backward()
-            for name in ("first", "second"):
-                run[name].step()
-                run[name].zero_grad()
-            run["scheduler"].step()
-            losses.append(loss.item())
-            if saves and number == 2:
-                keeper.save(3, run)
-    return losses[-3:]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_equal_losses_on_any_number_of_ranks(
-    tmp_path: Path, before: int, now: int
-) -> None:
-    """To the bit, where the arithmetic is: a folder of several ranks, and a file of one."""
-    on_ranks = torchlift.distributed.on_ranks
-    expected = go_on(str(tmp_path), True) if before == 1 else None
-    expected = expected or on_ranks(before, go_on, str(tmp_path), True)[0]
-    (left,) = os.listdir(tmp_path)
-    assert left.endswith(".pt") == (before == 1)
-    found = [go_on(str(tmp_path), False)] if now == 1 else None
-    found = found or on_ranks(now, go_on, str(tmp_path), False)
-    assert found == [expected] * now
-
-
-class Drawing(Stateful):
-    """Draws random numbers when it loads, and has no state before that."""
-
-    started = False
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.started:
-            raise RuntimeError("not started")
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.rand(3)
-        super().load_state_dict(state)
-
-
-def test_code_that_draws_numbers_when_it_loads_does_not_change_the_next_ones(
-    tmp_path: Path,
-) -> None:
-    """Neither that of an object that is loaded last nor that of a model."""
-
-    class Layer(nn.Linear):
-        def _load_from_state_dict(self, *args: Any) -> None:
-            torch.rand(3)
-            super()._load_from_state_dict(*args)
-
-    saved = Drawing(5)
-    saved.started = True
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, loader=saved, model=Layer(2, 1))
-        expected = torch.get_rng_state()
-        again = Drawing(0)
-        assert keeper.resume(loader=again, model=Layer(2, 1)) == 1
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert again.value == 5
 
 
 def test_objects_are_loaded_in_the_order_in_which_they_are_passed(tmp_path: Path) -> None:
@@ -344,17 +251,23 @@ def test_numbers_and_lists_that_differ_between_ranks_are_each_ranks_own(folder: 
     assert same(*states)
 
 
-@on(2, kind=("dict", "list", "tuple"))
+@on(2, kind=("dict", "list", "tuple", "replica"))
 def test_a_number_of_each_rank_beside_a_shard_is_kept(kind: str, folder: Path) -> None:
-    """In any container: the shard is in the table of all ranks, the number in each rank's item."""
+    """In any container: the shard is in the table of all ranks, the number in each rank's item.
+
+    A replica of a DTensor is a number of each rank, too: tensor parallelism keeps a norm so.
+    """
     model = nn.Linear(2, 4, bias=False)
     fully_shard(model, mesh=cpu_mesh())
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     shard = torch.zeros_like(model.weight)
 
     def container(number: int) -> Any:
-        both = [shard, torch.tensor(number)]
-        return {"dict": {"shard": shard, "own": both[1]}, "list": both, "tuple": (*both,)}[kind]
+        own = torch.tensor(number)
+        both = [shard, own]
+        replica = DTensor.from_local(own.repeat(2), cpu_mesh(), [Replicate()])
+        kinds = {"dict": {"shard": shard, "own": own}, "list": both, "tuple": (*both,)}
+        return {**kinds, "replica": [shard, replica]}[kind]
 
     with torchlift.Keeper(folder, background=False) as keeper:
         for number in (dist.get_rank(), 9):
@@ -416,29 +329,6 @@ def test_the_stages_of_a_pipeline_have_schedulers(saved: Path) -> None:
         assert keeper.resume(run) == 1
     step_stages(run)
     assert [group["lr"] for group in run["optimizer"].param_groups] == [0.25]
-
-
-@on(2)
-def test_replicas_of_a_dtensor_that_differ_are_each_ranks_own(folder: Path) -> None:
-    """As those of a plain tensor: a norm that tensor parallelism keeps on every rank."""
-
-    def made(value: float) -> dict[str, Any]:
-        weight, moment = (
-            DTensor.from_local(torch.full((1, 2), value + more), cpu_mesh(), [Replicate()])
-            for more in (0, 5)
-        )
-        model = nn.Linear(2, 1, bias=False)
-        model.weight = nn.Parameter(weight)
-        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-        optimizer.state[model.weight]["momentum_buffer"] = moment
-        return {"model": model, "optimizer": optimizer}
-
-    run, again = made(float(dist.get_rank())), made(9.0)
-    with torchlift.Keeper(folder) as keeper:
-        keeper.save(1, run)
-        keeper.resume(again)
-    for name, obj in run.items():
-        assert same(obj.state_dict(), again[name].state_dict())
 
 
 def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: Path) -> None:

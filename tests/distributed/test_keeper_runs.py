@@ -158,22 +158,6 @@ def step_gan(run: Objects) -> None:
     run["ema"].update_parameters(run["maker"])
 
 
-def interleaved(seed: int) -> Objects:
-    """Two optimizers of one model, one of another, in any order."""
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    return {
-        "weights": torch.optim.SGD([one.weight], lr=0.1, momentum=0.9),
-        "one": one,
-        "two": two,
-        "other": torch.optim.Adam(two.parameters()),
-        "biases": torch.optim.Adam([one.bias], lr=0.2),
-    }
-
-
-def step_interleaved(run: Objects) -> None:
-    step_all(run, run["one"](torch.ones(1, 2)).sum() + run["two"](torch.ones(1, 2)).sum())
-
-
 def shared_encoder(seed: int) -> Objects:
     """An actor and a critic whose optimizers both have the parameters of an encoder."""
     encoder, actor, critic = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
@@ -210,15 +194,15 @@ def step_two_models(run: Objects) -> None:
 
 
 def several_modules(seed: int) -> Objects:
-    """An optimizer of two modules, and others of one with a parameter that is in none."""
+    """An optimizer of two modules, and two of one, each with a parameter that is in none."""
     actor, critic, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     alpha = torch.zeros(1, requires_grad=True)
     return {
+        "own": torch.optim.SGD([other.weight, alpha], lr=0.2, momentum=0.9),
         "items": actor,  # a name that a ModuleDict has for itself
         "critic": critic,
         "other": other,
         "both": torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=0.1),
-        "own": torch.optim.SGD([other.weight, alpha], lr=0.2, momentum=0.9),
         "bias": torch.optim.Adam([torch.ones(1, requires_grad=True), other.bias], lr=0.3),
         "loose": torch.optim.Adam([alpha], lr=0.4),
     }
@@ -327,7 +311,6 @@ def filled(seed: int) -> Objects:
 RUNS = {
     "plain": Run(plain, step_plain),
     "gan": Run(gan, step_gan),
-    "interleaved": Run(interleaved, step_interleaved),
     "shared encoder": Run(shared_encoder, step_in_turn),
     "encoder in two models": Run(encoder_in_two_models, step_two_models),
     "renaming": Run(renaming, lambda run: step_all(run, run["two"](run["one"](torch.randn(3))))),
@@ -393,6 +376,18 @@ def require_to_go_on(kind: Run, folder: Path) -> None:
 def test_a_run_goes_on_bit_by_bit(name: str, tmp_path: Path) -> None:
     """Weights, statistics, moments, learning rates, positions and random numbers."""
     require_to_go_on(RUNS[name], tmp_path)
+
+
+def test_state_of_an_optimizer_is_saved_under_the_names_of_its_modules(tmp_path: Path) -> None:
+    """A parameter that is in no module has a name by its place."""
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, several_modules(0))
+    keys = torchlift.open(keeper.latest()).entries.keys()
+    assert {"both.state.items.weight.exp_avg", "both.state.critic.weight.exp_avg"} < keys
+    assert {
+        "own.state.weight.momentum_buffer",
+        "loose.state.param_groups.0.params.0.exp_avg",
+    } < keys
 
 
 @on(2, 4, name=ON_RANKS)

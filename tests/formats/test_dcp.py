@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats import dcp as ours
 
 # What torch says of a save or load without a process group, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -322,8 +323,8 @@ def test_a_directory_of_megatron_is_read(torch_dist: Path) -> None:
 
 
 def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path) -> None:
-    """Many shards of one shape: each has its own numbers and checksum, and each is checked."""
-    state = {f"w{i}": torch.randn(4, 3) for i in range(20)}
+    """Many shards of two shapes: each has its own numbers and checksum, and each is checked."""
+    state = {f"w{i}": torch.randn(*((4, 3) if i % 3 else (3, 4))) for i in range(20)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     with torchlift.open(tmp_path) as ckpt:
         assert torchlift.diff(ckpt, state).equal
@@ -338,6 +339,37 @@ def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path)
     file.write_bytes(good[:at] + b"1" + good[at + 1 :])
     with pytest.raises(FormatError, match=r"'w7'|data/"):
         torchlift.open(tmp_path)
+
+
+def test_a_changed_byte_beside_numbers_is_seen_in_each_of_many_equal_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second item is read by the form of the first: as a reader without forms reads it."""
+    dcp.save({"a": torch.ones(4), "b": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
+    place = _info(metadata_of(tmp_path), "b")
+    file = tmp_path / place.relative_path
+    good = file.read_bytes()
+
+    def read() -> object:
+        try:
+            index = ours.read_dcp(str(tmp_path), [".metadata"])
+        except FormatError as error:
+            return str(error)
+        return index.tensors["b"].chunks, index.storages[index.tensors["b"].storage].crc32
+
+    whole, seen = read(), list[tuple[object, object]]()
+    start = torchlift.open(tmp_path).entries["b"].chunks[0].offset
+    around = [*range(place.offset, start), *range(start + 16, place.offset + place.length)]
+    find = ours._Form.find
+    for at in around:
+        file.write_bytes(good[:at] + bytes([good[at] ^ 0x21]) + good[at + 1 :])
+        seen.append((read(), at))
+        monkeypatch.setattr(ours._Form, "find", lambda *_: None)
+        assert seen[-1] == (read(), at)
+        monkeypatch.setattr(ours._Form, "find", find)
+    outcomes = [found for found, _ in seen]
+    assert outcomes.count(whole) < len(around) / 2
+    assert len({*map(str, outcomes)}) > 20
 
 
 def _ranks(tmp_path: Path) -> Path:

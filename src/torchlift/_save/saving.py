@@ -283,10 +283,8 @@ def save(
 
     # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
     with uninterrupted():
-        report = _save_together(
-            SavingRanks(process_group), prepare, SaveOptions(checksum, progress), replicated
-        )
-    return replace(report, seconds=time.perf_counter() - started)
+        options, ranks = SaveOptions(checksum, progress), SavingRanks(process_group)
+        return save_together(ranks, prepare, options, replicated)
 
 
 def write_state(target: Target, state: State, options: SaveOptions) -> SaveReport:
@@ -319,7 +317,7 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
     return replace(report, written=output.nbytes, seconds=time.perf_counter() - started)
 
 
-def _save_together(
+def save_together(
     ranks: SavingRanks,
     prepare: Callable[[], tuple[Target, State]],
     options: SaveOptions,
@@ -327,11 +325,17 @@ def _save_together(
 ) -> SaveReport:
     """Save from a mesh. All ranks call this.
 
+    Args:
+        ranks: The ranks that save.
+        prepare: Returns what this rank saves, and where. Its error is raised on all ranks.
+        options: How to write.
+        replicated: See `save`.
+
     Raises:
         PlacementError: If ranks hold different things under one key.
         CheckpointError: If a rank fails or dies.
     """
-    compare = replicated == "equal"
+    compare, started = replicated == "equal", time.perf_counter()
 
     def describe() -> StepResult[tuple[Target, LocalState], Message]:
         target, state = prepare()
@@ -355,7 +359,8 @@ def _save_together(
     (target, local), messages = ranks.group.run(describe)
     with errors_name(target.path):
         shared = share_state(ranks, local, messages)
-        return _write_shared(ranks, target, shared, options, compare=compare)
+        report = _write_shared(ranks, target, shared, options, compare=compare)
+    return replace(report, seconds=time.perf_counter() - started)
 
 
 def _write_shared(

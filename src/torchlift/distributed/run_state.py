@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping, Set, ValuesView
+from collections.abc import Container, Iterable, Mapping, Set, ValuesView
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -20,6 +20,7 @@ from torchlift._model.ranks import RankGroup, StepResult
 from torchlift._model.slots import ModuleTree, read_tree
 from torchlift._model.state import ModuleHolder
 from torchlift._save.blocks import Workspace
+from torchlift._save.mesh import SavingRanks
 from torchlift._save.pickling import holds_numbers
 from torchlift._save.replicas import (
     Checksum,
@@ -32,11 +33,11 @@ from torchlift._save.saving import (
     SaveOptions,
     SaveReport,
     require_savable,
-    save,
+    save_together,
     write_state,
 )
 from torchlift._save.target import Target
-from torchlift._save.values import State, Value, kind_error
+from torchlift._save.values import State, Value, kind_error, take_apart
 from torchlift.distributed.gather import is_on_some_ranks
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.optimizer_state import params_of, require_current
@@ -214,6 +215,14 @@ class _Summary(NamedTuple):
     objects: dict[str, bytes]
 
 
+class _Summed(NamedTuple):
+    """The ranks that save, the states by name without tensors, and the checksums of tensors."""
+
+    ranks: SavingRanks
+    saved: dict[str, Any]
+    sums: dict[HeldPart, Checksum]
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A copy of the states of a run on this rank.
@@ -263,61 +272,61 @@ class Snapshot:
             values = [Value.of_tensor(*each) for each in tensors.items()]
             state = replace(self.state, tensors=tensors, values=values)
             return write_state(Target.of(path, None, None), state, SaveOptions())
-        with ranks.together() as agree:  # an error outside of an exchange stops the others, too
-            written = self._tensors_to_write(ranks, number, count)
-            report = save(
-                written, path, format="dcp", replicated="rank0", process_group=ranks.groups[0]
-            )
-            agree(False)
-        return report
+        state = self.state
 
-    def _tensors_to_write(self, ranks: RankGroup, number: int, count: int) -> dict[str, Any]:
-        """Return the tensors that this rank writes, and its item, in nested dicts.
+        # What may fail is inside of a step. Outside, the other ranks would wait.
+        def summarise() -> StepResult[_Summed, _Summary]:
+            saving = SavingRanks(ranks.groups[0])
+            saving.group = ranks  # it has looked up how to exchange, which may fail
+            saved, sums = fill_in(state.template, state.objects), self._sum_up()
+            objects = {name: _digest(pickled(each)) for name, each in saved.items()}
+            message = _Summary(_digest(repr(sums).encode()), objects)
+            return StepResult(_Summed(saving, saved, sums), message)
+
+        (saving, saved, sums), by_rank = ranks.run(summarise)
+        differ = len({each.tensors for each in by_rank.values()}) > 1
+        known = ranks.run(lambda: StepResult(None, sums)).by_rank if differ else {}
+
+        def prepare() -> tuple[Target, State]:
+            unlike = self._find_unlike(known)
+            # An object whose tensors differ counts as one that differs. Other ranks may have more.
+            own = _find_own(by_rank, {state.paths[name][0] for name in unlike & {*state.paths}})
+            written = {n: s for n, s in saved.items() if not number or number in own.get(n, ())}
+            item = RankItem(count, {} if number else own, self.generators, written)
+            renamed = {name: f"{item_key(number)}.{name}" for name in unlike}
+            content = bytearray(MAGIC + pickled(item._asdict(), renamed))
+            nested = self._nest_tensors(renamed)
+            nested[item_key(number)] = torch.frombuffer(content, dtype=torch.uint8)
+            return Target.of(path, "dcp", None, None), take_apart(nested, plain=True)
+
+        return save_together(saving, prepare, SaveOptions(), "rank0")
+
+    def _find_unlike(self, sums: Mapping[int, Mapping[HeldPart, Checksum]]) -> set[str]:
+        """Return the names of tensors whose values differ between ranks.
 
         Raises:
             PlacementError: If shards on several meshes differ under one name.
         """
-        state = self.state
-        saved = fill_in(state.template, state.objects)
+        found = find_differences(sums)
+        parts = {part.key: each for part, each in found.items() if part.spans is not None}
+        if parts:  # experts of a group of ranks: a DCP folder has one tensor of each name
+            hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
+            raise difference_error(parts, hint)
+        return {part.key for part in found}
 
-        def summarise() -> StepResult[dict[HeldPart, Checksum], _Summary]:
-            sums = self._sum_up()
-            objects = {name: _digest(pickled(each)) for name, each in saved.items()}
-            return StepResult(sums, _Summary(_digest(repr(sums).encode()), objects))
-
-        sums, by_rank = ranks.run(summarise)
-        unlike = set[str]()
-        if len({each.tensors for each in by_rank.values()}) > 1:
-            found = find_differences(ranks.run(lambda: StepResult(None, sums)).by_rank)
-            parts = {part.key: each for part, each in found.items() if part.spans is not None}
-            if parts:  # experts of a group of ranks: a DCP folder has one tensor of each name
-                hint = "Name the modules of each group of ranks, such as f'expert_{number}'."
-                raise difference_error(parts, hint)
-            unlike = {part.key for part in found}
-        # An object whose tensors differ counts as one that differs.
-        apart = {state.paths[name][0] for name in unlike if name in state.paths}
-        first, *others = (each.objects for each in by_rank.values())
-        own = dict[str, list[int]]()
-        for at, each in enumerate(others, 1):
-            for name in dict.fromkeys((*first, *each)):
-                if name in apart or each.get(name) != first.get(name):
-                    own.setdefault(name, []).append(at)
-        renamed = {name: f"{item_key(number)}.{name}" for name in unlike}
-        written = {n: each for n, each in saved.items() if not number or number in own.get(n, ())}
-        item = RankItem(count, {} if number else own, self.generators, written)
-        content = MAGIC + pickled(item._asdict(), renamed)
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    def _nest_tensors(self, renamed: Mapping[str, str]) -> dict[str, Any]:
+        """Return the tensors in nested dicts, and those of this rank alone under other names."""
         nested: dict[str, Any] = {}
-        for name, tensor in state.tensors.items():
-            if name in unlike:
-                nested[renamed[name]] = local_tensor(tensor) if is_dtensor(tensor) else tensor
+        for name, tensor in self.state.tensors.items():
+            if name in renamed:
+                nested[renamed[name]] = local_tensor(tensor)
                 continue
-            *places, last = map(name_text, state.paths[name])
+            *places, last = map(name_text, self.state.paths[name])
             inside = nested
             for place in places:
                 inside = inside.setdefault(place, {})
             inside[last] = tensor
-        return {**nested, item_key(number): data}
+        return nested
 
     def _sum_up(self) -> dict[HeldPart, Checksum]:
         """Return the checksums of tensors that ranks may have under one name, but for buffers."""
@@ -328,6 +337,22 @@ class Snapshot:
                 part = HeldPart(name, None if is_whole else spans_of(tensor, name))
                 found[part] = checksum_of(local_tensor(tensor).detach(), work)
         return found
+
+
+def _find_own(by_rank: Mapping[int, _Summary], apart: Container[object]) -> dict[str, list[int]]:
+    """Return name of an object -> the ranks whose state differs from that of the first rank.
+
+    Args:
+        by_rank: The message of each rank.
+        apart: Names of objects whose tensors differ.
+    """
+    first, *others = (each.objects for each in by_rank.values())
+    own = dict[str, list[int]]()
+    for at, each in enumerate(others, 1):
+        for name in dict.fromkeys((*first, *each)):
+            if name in apart or each.get(name) != first.get(name):
+                own.setdefault(name, []).append(at)
+    return own
 
 
 class _Pickler(pickle.Pickler):

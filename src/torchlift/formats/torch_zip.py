@@ -12,7 +12,6 @@ place of a storage. It relies on every padding and every descriptor of miniz, to
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +45,9 @@ from torchlift.formats.torch_pickle import (
 )
 from torchlift.formats.zip_archive import (
     CENTRAL,
+    CRC,
+    CRC_IN_DESCRIPTOR,
+    CRC_IN_HEADER,
     END,
     END64,
     LOCATOR64,
@@ -77,7 +79,6 @@ def read_torch_zip(
     *,
     key: str | None = None,
     prefix: str = "",
-    pickles: dict[bytes, tuple[object, TorchWorld]] | None = None,
 ) -> Index:
     """Read the index of an archive, which may be a window of a file.
 
@@ -86,7 +87,6 @@ def read_torch_zip(
         records: Its directory, if it was read before.
         key: Name of the container for the whole object, or None.
         prefix: Prefix of the names of its storages.
-        pickles: The tensors of pickles that were read before: many items have an equal one.
 
     Raises:
         FormatError: If it is not such an archive, or is damaged or inconsistent.
@@ -97,13 +97,8 @@ def read_torch_zip(
     expect_records(source, [pickled])
     notes = read_notes(source, records, top, _DCP_AGAIN if prefix else _AGAIN)
     data = read_record(source, pickled)
-    known = None if pickles is None else pickles.get(data)
-    if known is None:
-        world = TorchWorld(source.budget)
-        known = read_torch_pickle(data, world), world
-        if pickles is not None and isinstance(known[0], TensorRef):
-            pickles[data] = known
-    root, world = known
+    world = TorchWorld(source.budget)
+    root = read_torch_pickle(data, world)
     resolver = zip_resolver(source, records, top + "data/", prefix + "data/")
     root = root if key is None else {key: root}
     index = index_of(source, "torch-zip", root, world, resolver, notes)
@@ -438,9 +433,6 @@ def _shape_and_stride(ref: TensorRef, key: str) -> _Strided:
 
 #: The folder of storages in an archive that torch writes to a file object.
 _DATA = b"archive/data/"
-_CRC = struct.Struct("<I")
-#: Position of the CRC-32 in a record's descriptor, and in its header in the directory.
-_IN_DESCRIPTOR, _IN_HEADER = 4, 16
 
 
 def archive_layout(
@@ -457,7 +449,7 @@ def archive_layout(
         FormatError: If the installed torch writes archives in another way.
     """
     base, last = gaps[-1]
-    places = [at + _IN_HEADER for at, name, _ in _headers(gaps) if name.startswith(_DATA)]
+    places = [at + CRC_IN_HEADER for at, name, _ in _headers(gaps) if name.startswith(_DATA)]
     starts = [start + len(data) for start, data in gaps[:-1]]
     found = [stop - start for start, (stop, _) in zip(starts, gaps[1:], strict=True)]
     sizes = [tensor.nbytes for tensor in tensors]
@@ -516,7 +508,7 @@ def _frame(
             start, data = gaps[number][0], bytearray(gaps[number][1])
         known.append(next(left, 0))
         if nbytes:
-            _CRC.pack_into(data, _IN_DESCRIPTOR, known[-1])
+            CRC.pack_into(data, CRC_IN_DESCRIPTOR, known[-1])
     for place, crc in zip(places, known, strict=True):
-        _CRC.pack_into(data, place, crc)
+        CRC.pack_into(data, place, crc)
     yield start, bytes(data)

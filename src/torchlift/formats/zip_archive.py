@@ -39,6 +39,8 @@ END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
+#: Position of the CRC-32 in a record's descriptor, and in its header in the directory.
+CRC, CRC_IN_DESCRIPTOR, CRC_IN_HEADER = struct.Struct("<I"), 4, 16
 #: The flag of a descriptor after the payload.
 _DESCRIBED = 0x8
 #: The attribute of a folder. torch leaves the memory of such a record unset, and reads that.
@@ -115,6 +117,18 @@ def read_directory(source: Source) -> dict[str, Record]:
             raise _twice(each.name)
         records[each.name] = each._replace(offset=begin)
     return records
+
+
+def checksum_places(source: Source) -> dict[str, int]:
+    """Return the place of each record's CRC-32 in the directory of an archive that was read."""
+    place, at, found = _find_directory(source), 0, dict[str, int]()
+    directory = source.read(place.start, place.nbytes)
+    for _ in range(place.records):
+        *_, n_name, n_extra, n_comment, _, _ = CENTRAL.unpack_from(directory, at)
+        name = at + CENTRAL.size
+        found[directory[name : name + n_name].decode()] = place.start + at + CRC_IN_HEADER
+        at = name + n_name + n_extra + n_comment
+    return found
 
 
 def read_archive(source: Source) -> Index:
