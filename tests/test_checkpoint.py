@@ -474,3 +474,14 @@ def test_what_changes_no_content_is_no_change(tmp_path: Path, change: str) -> No
     assert torchlift.diff(ckpt, state).equal
     torchlift.convert(ckpt, tmp_path / "to.safetensors")
     assert torchlift.diff(pickle.loads(pickle.dumps(ckpt)), state).equal
+
+
+def test_a_set_of_other_files_is_no_checkpoint_that_was_sent(tmp_path):
+    """The files that it had are as they were, and there is an index that names another one."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    sent = pickle.dumps(torchlift.open(tmp_path))
+    save_file({"b": torch.ones(1)}, tmp_path / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {"b": "other.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(IntegrityError, match="consists of other files"):
+        pickle.loads(sent)

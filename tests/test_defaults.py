@@ -164,3 +164,27 @@ def test_defaults_of_the_caller_change_nothing(tmp_path: Path, kind: str) -> Non
     for dtype in (torch.float64, torch.float16):
         with _default_dtype(dtype):
             assert _results(tmp_path / "x.pt", state, tmp_path / str(dtype)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_in_memory_is_refused_by_name(tmp_path: Path, layout: torch.layout) -> None:
+    """It does not have one shape. It is compared and digested, and the rest is loaded."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=layout)
+    state = {"w": nested, "v": torch.ones(2)}
+    for value in (torch.zeros(3), nested.clone()):
+        model = Holder(value)
+        model.register_buffer("v", torch.zeros(2))
+        doors: list[Callable[[], Any]] = [
+            lambda model=model: torchlift.load(model, state),  # type: ignore[misc]
+            lambda model=model: torchlift.plan(model, state),  # type: ignore[misc]
+            lambda: torchlift.convert(state, tmp_path / "x.pt"),
+        ]
+        for door in doors:
+            with pytest.raises(PlacementError) as caught:
+                door()
+            assert caught.value.entry == "w"
+        torchlift.load(model, state, exclude=["w"])
+        assert model.v.tolist() == [1, 1]  # type: ignore[operator, union-attr]
+    assert torchlift.diff(state, state).equal
+    assert torchlift.digest(state) == torchlift.digest(dict(state))

@@ -211,3 +211,22 @@ def test_each_dtype_passes_the_doors_of_a_mesh(names: list[str]) -> None:
     """Gloo refuses float8, int16 and unsigned numbers. Their bytes are sent as another dtype."""
     with tempfile.TemporaryDirectory() as folder:
         assert on_ranks(2, _pass_doors_of_a_mesh, names, folder) == [[], []]
+
+
+def test_packed_numbers_are_not_cast(tmp_path: Path) -> None:
+    """torch cannot cast them, and the callable that the hint asks for leaves them as they are."""
+    state = {"w": tensor_of("float4_e2m1fn_x2"), "v": torch.ones(2)}
+    torch.save(state, tmp_path / "x.pt")
+    for source in (tmp_path / "x.pt", state):
+        new = tmp_path / f"{type(source).__name__}.safetensors"
+        with pytest.raises(PlacementError) as caught:
+            torchlift.convert(source, new, dtype="float16")
+        assert (caught.value.entry, caught.value.found) == ("w", torch.float4_e2m1fn_x2)
+
+        def cast(entry: torchlift.TensorEntry) -> str | None:
+            return None if entry.dtype == "float4_e2m1fn_x2" else "float16"
+
+        torchlift.convert(source, new, dtype=cast)
+        found = torchlift.open(new)
+        assert same(found["w"], state["w"])
+        assert found["v"].dtype == torch.float16

@@ -9,9 +9,11 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_code import in_code
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift._checkpoint.stats import TensorStats
+from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE
 
 FLOATS = st.floats(width=32, allow_subnormal=False)
@@ -108,3 +110,18 @@ def test_one_block_is_in_memory_at_a_time(tmp_path) -> None:
     found = in_code(code, str(tmp_path / "m.pt"), setup="import torch, torchlift")
     assert found.value == [0, 0]
     assert found.memory.added_anonymous < 32 << 20
+
+
+class Plain(torch.Tensor):
+    """A tensor of another class, with numbers of its own."""
+
+
+def test_a_subclass_is_summed_up_by_the_values_that_it_stands_for(tmp_path) -> None:
+    """Not by the tensors that it is made of; one that does not tell its values is refused."""
+    torch.save({"w": TwoTensor(torch.ones(2), torch.zeros(2))}, tmp_path / "m.pt")
+    ckpt = torchlift.open(tmp_path / "m.pt", allow_classes=[TwoTensor])
+    with ckpt, pytest.raises(FormatError, match=r"'w'.*TwoTensor does not dequantise"):
+        ckpt.stats("w")
+    torch.save({"w": torch.ones(2).as_subclass(Plain)}, tmp_path / "p.pt")
+    with torchlift.open(tmp_path / "p.pt", allow_classes=[Plain]) as ckpt:
+        assert ckpt.stats("w").mean == 1

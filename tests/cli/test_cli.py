@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import tensor, write_zip
+from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift import open as open_index
-from torchlift.cli.output import spelled
+from torchlift.cli.output import print_json, spelled
 from torchlift.errors import Argument, Hint
 
 
@@ -472,3 +473,19 @@ def test_each_argument_that_a_hint_names_is_spelled_as_an_option_that_exists(com
         found = spelled(Hint(argument), options)
         assert found == commands.get(command, f"{argument} in Python")
         assert found.endswith(" in Python") or found.split()[0] in options
+
+
+def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
+    """nan and infinity become null, wherever they are."""
+    print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None, 2]], "b": "é"}
+
+
+def test_inspect_sums_up_modules_to_a_depth(tmp_path: Path) -> None:
+    """A line for each module, with the number and the bytes of its tensors."""
+    path = tmp_path / "m.safetensors"
+    save_file({f"m.{n}.w": torch.ones(2, 3) for n in range(3)} | {"head": torch.ones(1)}, path)
+    lines = torchlift("inspect", path, "--depth", "1").stdout.rpartition("key")[2].split("\n")
+    assert [line.split() for line in lines[1:] if line] == [
+        ["head", "1", "4", "B", "float32", "1"], ["m", "3", "72", "B"],
+    ]  # fmt: skip

@@ -565,3 +565,15 @@ def test_half_a_flat_state_is_no_state() -> None:
     mixed = {"state.0.exp_avg": torch.ones(2, 2), "param_groups": groups}
     with refused("does not contain an optimizer state", optimizer, error=FormatError):
         torchlift.load_optimizer(model, optimizer, mixed)
+
+
+def test_the_state_of_a_frozen_integer_parameter_is_loaded() -> None:
+    """Quantised weights may have a state of the time before. They cannot require gradients."""
+    model, optimizer = trained()
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    optimizer.add_param_group({"params": [model.codes]})
+    optimizer.state[model.codes] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3)}
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
+    optimizer.state[model.codes] = {}
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    assert same(optimizer.state[model.codes], saved["state"]["codes"])

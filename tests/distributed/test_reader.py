@@ -168,3 +168,16 @@ def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any
     state = {"w": torch.zeros(1), "items": [copy.deepcopy(item)]}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     assert state["items"] == [item]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_tensors_that_are_no_dense_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    """The others load."""
+    path = tmp_path / "sparse.pt"
+    torch.save({"odd": torch.eye(2).to_sparse(), "w": torch.ones(2)}, path)
+    reader = CheckpointReader(path)
+    state = {"w": torch.zeros(2)}
+    dcp.load(state, storage_reader=reader)
+    assert state["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointException, match="'odd': the file has a sparse coo"):
+        dcp.load({"odd": torch.zeros(4)}, storage_reader=reader)

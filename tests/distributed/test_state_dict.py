@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 import torchlift
 import torchlift.distributed as ours
 from torchlift import MismatchError
+from torchlift._model.dtensor import blocks, overlaps, shard_spans
 from torchlift.distributed import StateDictOptions
 
 FUNCTIONS = [name for name in ours.__all__ if name.startswith(("get_", "set_"))]
@@ -285,3 +287,26 @@ def test_what_a_state_dict_cannot_have_is_replayed_or_refused(strict: bool) -> N
         lost.table = torch.arange(4.0)
         with pytest.raises(ours.StateDictMismatch, match=r"1 tensor is on meta.*scale"):
             ours.set_model_state_dict(lost, {"odd": torch.ones(1)}, options=options)
+
+
+@pytest.mark.parametrize("shape", [(9,), (7, 5), (3, 1, 4), (0, 2), (16, 2)])
+def test_the_shards_of_a_mesh_cover_a_tensor_once(shape: tuple[int, ...]) -> None:
+    """For every pair of placements, even and uneven, and in blocks of any size."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    whole = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
+    kinds = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    pairs = [*itertools.product(kinds, kinds), (_StridedShard(0, split_factor=3), Shard(0))]
+    for pair, limit in itertools.product(pairs, (1, 3, 100)):
+        seen = torch.zeros_like(whole)
+        copies = 1
+        for axis, size in enumerate((2, 3)):
+            copies *= size if pair[axis].is_replicate() else 1
+        for place in itertools.product(range(2), range(3)):
+            spans = shard_spans(shape, (2, 3), pair, place)
+            for block in blocks(shape, limit):
+                values = seen[tuple(slice(*span) for span in block)]
+                for _, out_of in overlaps(spans, block):
+                    values[out_of] += 1
+        assert torch.equal(seen, torch.full_like(seen, copies)), pair

@@ -417,3 +417,34 @@ def test_a_record_of_metadata_with_arguments_or_two_states_is_refused(saved: Pat
         (saved / ".metadata").write_bytes(data[:-1] + opcodes)
         with pytest.raises(FormatError, match=what):
             torchlift.open(saved)
+
+
+def test_a_file_beside_the_metadata_of_megatron_is_as_strange_as_the_rest(torch_dist: Path) -> None:
+    """A pipe, a link elsewhere, a key that the metadata has, too."""
+    common = torch_dist / "common.pt"
+    torch.save({"decoder": {"layers.weight": 3}}, common)
+    with pytest.raises(FormatError, match=r"'decoder\.layers\.weight': two tensors or objects"):
+        torchlift.open(torch_dist)
+    os.rename(common, torch_dist.parent / "common.pt")
+    os.symlink(torch_dist.parent / "common.pt", common)
+    with pytest.raises(UnsafeError, match="a link that leaves the directory"):
+        torchlift.open(torch_dist)
+    common.unlink()
+    os.mkfifo(common)
+    with pytest.raises(FormatError, match="not a regular file"):
+        torchlift.open(torch_dist)
+    common.unlink()
+    with pytest.raises(FormatError, match=r"'common\.pt': a shard is missing"):
+        torchlift.open(torch_dist)
+    (torch_dist / "metadata.json").write_text('{"by": "another program"}')
+    assert "iteration" not in torchlift.open(torch_dist).objects
+
+
+def test_what_megatron_stores_of_all_ranks_may_be_a_sharded_object(tmp_path: Path) -> None:
+    """Newer versions have no ``common.pt``, and nothing is missing then."""
+    state = {"w": torch.ones(2), "common_state/shard_0_1": packed({"iteration": 100})}
+    planner = AsMegatron(flatten_state_dict=False)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with torchlift.open(tmp_path) as ckpt:
+        assert "w" in ckpt

@@ -283,3 +283,9 @@ def test_an_exported_program_is_named_and_its_way_out_works(tmp_path: Path) -> N
     eval(line, {"torchlift": torchlift, "torch": torch, "model": model, "path": path})
     assert torch.equal(model.weight, saved.weight)
     assert torch.equal(model.bias, saved.bias)
+
+
+def test_a_null_character_in_a_path_is_a_format_error():
+    """What the operating system refuses as a path is no other kind of exception."""
+    with pytest.raises(FormatError):
+        read_index("a\0b")

@@ -23,6 +23,7 @@ from doors import refused_by_all
 from torch import nn
 
 import torchlift
+from torchlift import FormatError
 
 STATE = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
 #: What is closed at the end of a test.
@@ -249,3 +250,16 @@ def test_an_opener_of_fsspec_is_refused_before_it_is_entered(tmp_path: Path) -> 
             door(opener)
     with opener as file:
         assert torch.equal(torchlift.open(file)["weight"], STATE["weight"])
+
+
+def test_damaged_compression_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Whatever the module that decompresses raises; cut off, and with wrong bytes."""
+    for opener in (gzip.open, bz2.open, lzma.open):
+        with opener(tmp_path / "x", "wb") as file:
+            file.write(content("pt"))
+        whole = (tmp_path / "x").read_bytes()
+        middle = len(whole) // 2
+        for data in (whole[:middle], whole[:middle] + bytes(40) + whole[middle + 40 :]):
+            (tmp_path / "x").write_bytes(data)
+            with opener(tmp_path / "x") as file, pytest.raises(FormatError, match="be read"):
+                torchlift.open(file)

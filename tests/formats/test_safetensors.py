@@ -180,3 +180,17 @@ def test_every_tensor_of_a_new_file_is_aligned() -> None:
     assert len(layout.payloads) == len(names)
     for place in layout.payloads:
         assert place.offset % (place.tensor.nbytes // 3) == 0, place
+
+
+@pytest.mark.parametrize("others", [{}, {"a.__metadata__": described(offsets=(8, 16))}])
+def test_a_tensor_of_the_name_of_the_texts_is_named(path, others):
+    """The library writes such a file, and refuses to read it. Both ways out work."""
+    header = json.dumps({**others, "__metadata__": described()}, separators=(",", ":")).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 + 8 * len(others)))
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(FormatError) as caught:
+        torchlift.open(path)
+    assert (caught.value.entry, caught.value.expected) == ("__metadata__", "another name")
+    _follow(caught.value.hint, path)
+    assert {*load_file(path)} == {*torchlift.open(path)} == {*others, "metadata____"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from checkpoint_files import (
     big_endian,
     other_kinds,
     read_tensor,
+    write_zip,
 )
 from damaged_files import refused
 from kinds import KINDS
@@ -226,3 +228,14 @@ def test_a_model_gets_the_values_of_a_conjugate_view(path, options):
     torchlift.load(other, path, **options)
     assert torch.equal(other.w.detach(), model.w.detach().conj())
     assert not other.w.is_conj()
+
+
+def test_a_device_that_torch_does_not_know_is_told(path):
+    """Its name is there, and so is everything else; the containers need a device."""
+    data = pickle.dumps({"on": torch.device("cuda", 1), "epoch": 3}, 2).replace(b"cuda", b"cudR")
+    write_zip(path, data=data)
+    with torchlift.open(path) as ckpt:
+        assert dict(ckpt.objects) == {"on": "cudR:1", "epoch": 3}
+        with pytest.raises(FormatError, match="does not support this device") as raised:
+            ckpt.tree()
+        assert (raised.value.entry, raised.value.found) == ("on", "cudR:1")

@@ -326,3 +326,13 @@ def test_the_readers_that_are_compared_do_differ_where_files_do(tmp_path: Path) 
         assert differences("torch-zip", tmp_path / "x")[0] == "different"
     with pytest.raises(Refused):
         by_owner(lambda path: torch.load(path, weights_only=True), tmp_path / "none")
+
+
+def test_metadata_that_contains_itself_is_refused_by_its_tree(tmp_path: Path) -> None:
+    """It is beside the items of an OrderedDict, where nobody looks for containers."""
+    inner = b"}q\x09" + _key(b"a") + b"h\x09s"
+    state = b"}" + _key(b"_metadata") + inner + b"sb"
+    data = b"\x80\2}" + _key(b"o") + b"ccollections\nOrderedDict\n)R" + state + b"s."
+    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", data=data))
+    with ckpt, pytest.raises(FormatError, match="contain themselves"):
+        ckpt.tree()

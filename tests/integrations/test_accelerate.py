@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch import nn
 
 import torchlift
@@ -134,3 +134,12 @@ def test_hooks_that_write_files_of_their_own_are_refused(tmp_path: Path, kind: s
         average.module.weight.zero_()
     assert run.keeper.resume() == 1
     assert average.module.weight.tolist() == [[7.0] * 3]
+
+
+def test_an_engine_that_holds_the_state_is_refused(tmp_path, monkeypatch):
+    """DeepSpeed and Megatron write their own files."""
+    run = Run(tmp_path, 0)
+    kind = property(lambda self: DistributedType.DEEPSPEED)
+    monkeypatch.setattr(Accelerator, "distributed_type", kind)
+    with pytest.raises(ValueError, match="does not support DEEPSPEED"):
+        run.keeper.save(1)

@@ -206,3 +206,17 @@ def test_brackets_of_a_pattern_stand_for_themselves_in_every_argument(pattern, t
             ["convert", str(path), str(tmp_path / "new.pt"), option, pattern, "--overwrite"]
         )
         assert (done, torchlift.open(tmp_path / "new.pt").keys()) == (0, keys)
+
+
+def test_all_that_a_key_would_be_split_into_may_be_missing(tmp_path: Path) -> None:
+    """Not only the first name that it gives."""
+    torch.save({"both": torch.ones(5, 3), "encoder.weight": torch.ones(3, 2)}, tmp_path / "x.pt")
+    rename = remap.split("both", ["head.weight", "encoder.more"], chunk=0, sizes=[2, 3])
+    model = Net()
+    model.encoder.bias = None
+    model.head.bias = None
+    model.encoder.more = nn.Parameter(torch.zeros(3, 3))
+    for given in (tmp_path / "x.pt", torch.load(tmp_path / "x.pt")):
+        report = torchlift.load(model, given, rename=rename, exclude=["both"])
+        assert sorted(report.missing_keys) == ["encoder.more", "head.weight"]
+        assert torchlift.load(model, given, rename=rename).missing_keys == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import warnings
 from collections import OrderedDict
@@ -820,3 +821,18 @@ def test_the_distributed_functions_call_it_as_torch_s_do() -> None:
     right, model = Permuting(), Permuting()
     set_model_state_dict(model, get_model_state_dict(right))
     assert same(model, right)
+
+
+def test_a_copy_that_code_makes_of_a_module_has_no_part_in_the_load() -> None:
+    """A target network is copied while the model loads. It can be loaded and saved afterwards."""
+
+    def copy_it(module: Any, _: Any) -> None:
+        object.__setattr__(module, "target", copy.deepcopy(module["net"]))
+
+    torchlift.load(model := hooked(layers(net=square()), after=copy_it), {"net.weight": EYE})
+    assert model.target.weight.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(RuntimeError, match="junk"):
+        model.target.load_state_dict({"weight": torch.ones(2, 2), "junk": torch.ones(1)})
+    copied = pickle.loads(pickle.dumps(model.target))
+    torchlift.load(copied, {"weight": torch.zeros(2, 2)})
+    assert copied.weight.tolist() == [[0, 0], [0, 0]]

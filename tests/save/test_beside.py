@@ -181,3 +181,25 @@ def test_a_folder_that_is_there_is_written_into(tmp_path: Path, size: int | str 
         torchlift.convert(folder, other, format="safetensors", max_shard_size=size)
         assert torchlift.diff(folder, other).equal
     assert len(os.listdir(tmp_path)) == 4
+
+
+def test_an_old_shard_that_cannot_be_removed_is_told_and_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says that the new checkpoint is in place."""
+    path, unlink = tmp_path / "x.safetensors.index.json", os.unlink
+    torchlift.save({"w": torch.ones(3)}, path)
+    (shard,) = tmp_path.glob("*.safetensors")
+
+    def denied(name: str) -> None:
+        if str(name) == str(shard):
+            raise PermissionError(13, "denied")
+        unlink(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", denied)
+        with pytest.raises(CheckpointError, match=r"new checkpoint is in place, .*denied"):
+            torchlift.save({"w": torch.zeros(3)}, path)
+    assert torchlift.open(path)["w"].tolist() == [0, 0, 0]
+    torchlift.save({"w": torch.ones(3)}, path)
+    assert len(os.listdir(tmp_path)) == 2

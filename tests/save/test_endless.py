@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import torchlift
-from torchlift.errors import PlacementError
+from torchlift.distributed import get_model_state_dict
+from torchlift.errors import PlacementError, StateDictMismatch
 
 
 class Stateful:
@@ -68,3 +69,20 @@ def test_a_state_without_an_end_is_refused_by_name(tmp_path: Path, name: str) ->
         assert str(caught.value.entry).startswith("x")
         keeper.save(1, model=nn.Linear(1, 1))  # the way out: leave it out
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_module_whose_state_dict_is_not_a_dict_is_refused(tmp_path: Path) -> None:
+    """By its class: it does not have names."""
+
+    class Own(nn.Linear):
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            return self
+
+    for call in (
+        lambda: torchlift.save(Own(1, 1), tmp_path / "x.pt"),
+        lambda: torchlift.digest(Own(1, 1)),
+        lambda: get_model_state_dict(Own(1, 1)),
+    ):
+        with pytest.raises(StateDictMismatch) as caught:
+            call()
+        assert caught.value.entry == "Own"
