@@ -97,6 +97,7 @@ autosummary_ignore_module_all = False
 autosummary_imported_members = True
 autosummary_filename_map = public_names.pages_of_records(ROOT / "docs" / "api" / "index.rst")
 autodoc_default_options = {"member-order": "bysource"}
+autodoc_preserve_defaults = True  # the value of torchlift.bench.WAYS fills the screen of a phone
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"

@@ -132,7 +132,6 @@ DOES_NOT_FIT = {
 
 # fold: How a loaded model is compared, and how the table is made
 from collections import Counter
-from html import escape
 
 RIGHT = "right"
 
@@ -171,15 +170,12 @@ class Table(dict):
 
     def _repr_html_(self):
         def row(tag, cells):
-            return "<tr>" + "".join(
-                f"<{tag}>{escape(c)}</{tag}>" for c in cells
-            )
+            return "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in cells)
 
         table = "<table>" + row("th", ["case", *WAYS])
         for case, cells in self.items():
-            marked = (
-                "✓ right" if cell == RIGHT else f"✗ {cell}" for cell in cells
-            )
+            marks = ("✓" if cell == RIGHT else "✗" for cell in cells)
+            marked = map("{}&nbsp;{}".format, marks, cells)
             table += row("td", [case, *marked])
         return table + "</table>"
 
@@ -201,21 +197,24 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.2))
-shades = {"right": 1, "error": 0.5, "wrong, and no error": 0.2}
 for way, counts, color in zip(WAYS, counted, ("C0", "C3", "C1"), strict=True):
-    errors = counts["RuntimeError"]
-    numbers = counts[RIGHT], errors, len(cases) - counts[RIGHT] - errors
-    left = 0
-    for number, alpha in zip(numbers, shades.values(), strict=True):
-        axes.barh(way, number, left=left, color=color, alpha=alpha, ec="white")
-        left += number
+    right, errors = counts[RIGHT], counts["RuntimeError"]
+    wrong = len(cases) - right - errors
+    white = {"color": "white", "edgecolor": color}
+    axes.barh(way, right, color=color)
+    axes.barh(way, errors, left=right, **white)
+    bars = axes.barh(way, wrong, left=right + errors, hatch="///", **white)
+    if wrong:
+        box = {"color": "white", "pad": 2}
+        axes.bar_label(bars, [f"{wrong} wrong"], label_type="center", bbox=box)
+axes.set_title(
+    "filled: right, empty: error, hatched: wrong without one",
+    fontsize=11,
+    loc="right",
+)
 axes.invert_yaxis()
 axes.tick_params(axis="y", length=0)
-axes.set(xlabel="cases (of 8)")
-boxes = [
-    plt.Rectangle((0, 0), 1, 1, color="C0", alpha=a) for a in shades.values()
-]
-figure.legend(boxes, list(shades), loc="outside upper center", ncols=3)
+axes.set(xlabel="cases (of 8)", xlim=(0, 8.1))
 plt.show()
 
 # %%

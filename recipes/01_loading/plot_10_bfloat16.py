@@ -154,7 +154,7 @@ for axes, values in (left, owned), (right, times.values()):
     axes.bar_label(bars, fmt=form, padding=3)
     axes.set(xlim=(0, 1.35 * max(values)), xticks=[])
     axes.tick_params(axis="y", length=0)
-left.axvline(size / MIB / 2, color="C0", linestyle=":")
+left.axvline(size / MIB / 2, color="black", linewidth=1, linestyle=":")
 left.invert_yaxis()
 left.set_xlabel("memory owned (MiB)")
 right.set_xlabel("time to load (s)")

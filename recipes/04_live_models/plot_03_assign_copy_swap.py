@@ -79,8 +79,12 @@ class Table(dict):
     def _repr_html_(self):
         html = ""
         for key, row in self.items():
-            marks = {"yes": "✓ yes", "no": "✗ no", "refuses": "– refuses"}
-            cells = "".join(f"<td>{marks.get(c, c)}</td>" for c in row)
+            marks = {
+                "yes": "✓&nbsp;",
+                "no": "✗&nbsp;",
+                "refuses": "&minus;&nbsp;",
+            }
+            cells = "".join(f"<td>{marks.get(c, '')}{c}</td>" for c in row)
             html += f"<tr><th>{key}</th>{cells}</tr>"
         return f"<div style='overflow-x: auto'><table>{html}</table></div>"
 

@@ -207,7 +207,7 @@ plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 2.2))
 bars = axes.barh(list(peaks), list(peaks.values()), color=["C0", "C3", "C1"])
 axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in peaks.values()], padding=4)
-axes.axvline(size, color="C0", linestyle=":")
+axes.axvline(size, color="black", linewidth=1, linestyle=":")
 axes.invert_yaxis()
 axes.set(
     xlabel="peak of anonymous memory (MiB)",

@@ -169,7 +169,7 @@ figure, axes = plt.subplots(figsize=(5.6, 2.8))
 labels = [name.replace(", ", ",\n") for name in owned]
 bars = axes.barh(labels, list(owned.values()), color=["C0", "C3", "C1", "C2"])
 axes.bar_label(bars, [f"{peak:.0f} MiB" for peak in owned.values()], padding=4)
-axes.axvline(size, color="C0", linestyle=":")
+axes.axvline(size, color="black", linewidth=1, linestyle=":")
 axes.invert_yaxis()
 axes.set(
     xlim=(0, 1.25 * max(owned.values())),
