@@ -480,3 +480,16 @@ def test_what_is_in_several_places_cannot_stay_on_disk(path) -> None:
     some = remap.by_pattern({r"q\.weight$": "disk", "": "cpu"})
     report = torchlift.load(model, path, rename=FUSE, device=some)
     assert report.loaded["layers.0.q.weight"].route == "view"
+
+
+def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_one(tmp_path) -> None:
+    """They are not in the way of a load or a conversion."""
+    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
+    state = {"l": {str(n): {"w": torch.full((2,), float(n)), "lr": n / 10} for n in range(2)}}
+    torch.save(state, path)
+    expected = {"w": torch.stack([torch.zeros(2), torch.ones(2)])}
+    assert_loads(path, rule, expected, strict=False)
+    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
+    with torchlift.open(tmp_path / "made.pt") as ckpt:
+        assert same(ckpt["w"], expected["w"])
+        assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}

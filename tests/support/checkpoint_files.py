@@ -136,6 +136,13 @@ def write_legacy(
     return path
 
 
+class OddId(StorageId):
+    """Pickled as a persistent id that is not a tuple."""
+
+    def __init__(self, identity: object) -> None:
+        self.identity = identity  # type: ignore[assignment]
+
+
 def write_tar(path: Path, obj: object) -> Path:
     """A tar of torch 0.1 around an object without tensors."""
     members = {
