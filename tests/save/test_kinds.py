@@ -11,7 +11,7 @@ from kinds import KINDS
 from zoo import same
 
 import torchlift
-from torchlift.errors import FormatError, PlacementError
+from torchlift.errors import FormatError, IntegrityError, PlacementError
 
 #: Of torch.load, where it makes a quantised tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -154,3 +154,20 @@ def test_numbers_of_two_bits_are_refused_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match=r"Save tensor\.dequantize\(\)\."):
         torchlift.save({"w": tensor}, tmp_path / "x.pt")
     torchlift.save({"w": tensor.dequantize()}, tmp_path / "x.pt")
+
+
+def test_damage_in_one_stops_a_conversion(tmp_path: Path) -> None:
+    """The error names the tensor that the source has."""
+    path = tmp_path / "x.pt"
+    torchlift.save(KINDS, path)
+    with torchlift.open(path) as ckpt:
+        kind = ckpt.entries["csr"].kind
+        assert kind is not None
+        at = kind.tensors[-1].chunks[0].offset
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.convert(path, tmp_path / "y.pt")
+    assert caught.value.entry == "csr"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]
