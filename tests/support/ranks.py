@@ -31,6 +31,22 @@ Checks = dict[str, Callable[[], None]]
 HANGS = timedelta(seconds=300)
 
 
+def require_same_end(first: Any, again: Any, after: int) -> None:
+    """Check that a resumed model went on as the first one, and that each rank had its own losses.
+
+    Args:
+        first: The model of the complete run, with its losses.
+        again: The model that was resumed, with the losses since then.
+        after: The number of losses before it was resumed.
+    """
+    assert again.losses == first.losses[after:]
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, first.losses)
+    assert losses[0] != losses[1]
+
+
 def run_workers(
     module: Path | str, ranks: int, out: Path, worlds: Sequence[int] = (), *arguments: object
 ) -> dict[str, str]:

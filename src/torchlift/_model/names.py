@@ -135,6 +135,8 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
 
 
 _INSIDE = ((COMPILED, True), (CHECKPOINTED, False), (FULLY_SHARDED, False))
+#: Names of the child in which a wrapper of PyTorch holds its module.
+WRAPPERS = ("module", *(child for child, _ in _INSIDE))
 
 
 def bare_name(name: str) -> str:
@@ -144,8 +146,7 @@ def bare_name(name: str) -> str:
         >>> bare_name("module._orig_mod.head.weight")
         'head.weight'
     """
-    added = {"module", *(child for child, _ in _INSIDE)}
-    return ".".join(part for part in name.split(".") if part not in added)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def wrapped_names(tree: ModuleTree) -> Names | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchlift._model.names import bare_name
-from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
+from torchlift._model.names import WRAPPERS, bare_name
 from torchlift.errors import Argument, Hint
 
 #: Names of each side from which rules are guessed. All names count for their effect.
@@ -21,8 +20,6 @@ _NO_VALUES = (
 )
 #: The names of a model that PEFT wrapped.
 _PEFT = "base_model.model."
-#: Names of the child in which a wrapper of PyTorch holds its module.
-_WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
 
 def find_patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
@@ -68,9 +65,9 @@ def suggest_rename(
         )
     if not drop:  # wrappers in the middle of the names may hide it
         drop, _ = _prefix(lacking, [bare_name(name) for name in extra])
-        if not _wrappers_in(lacking, [name.removeprefix(drop) for name in extra]):
-            return None
     inner = _wrappers_in(lacking, [name.removeprefix(drop) for name in extra])
+    if not dropped and not inner:
+        return None
     if drop:
         strip = _rename(inner, drop)
         if all(name.startswith(drop) for name in extra):
@@ -154,7 +151,7 @@ def _wrappers_in(lacking: list[str], extra: list[str]) -> list[str]:
         {part for name in names[:_LOOKED_AT] for part in name.split(".")}
         for names in (lacking, extra)
     )
-    found = [name for name in _WRAPPERS if name in there - here]
+    found = [name for name in WRAPPERS if name in there - here]
     known = set(lacking)
     others = [name for name in extra if name not in known] if found else []
     made = {".".join(part for part in name.split(".") if part not in found) for name in others}

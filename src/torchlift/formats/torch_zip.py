@@ -44,7 +44,6 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.zip_archive import (
-    CENTRAL,
     CRC,
     CRC_IN_DESCRIPTOR,
     CRC_IN_HEADER,
@@ -53,6 +52,7 @@ from torchlift.formats.zip_archive import (
     LOCATOR64,
     STORED,
     expect_records,
+    headers,
     read_directory,
     read_record,
     require_caseless,
@@ -480,16 +480,11 @@ def pickle_in(gaps: Sequence[tuple[int, bytes | bytearray]]) -> bytes:
 
 def _headers(
     gaps: Sequence[tuple[int, bytes | bytearray]],
-) -> Iterator[tuple[int, bytes | bytearray, int]]:
-    """Yield (position in the last gap, name, size) of each record's header in the directory."""
+) -> Iterator[tuple[int, bytes, int]]:
+    """Return (position in the last gap, name, size) of each record's header in the directory."""
     base, last = gaps[-1]
     end = len(last) - END.size - LOCATOR64.size - END64.size
-    at = END64.unpack_from(last, end)[-1] - base
-    while at < end:
-        *_, size, n_name, n_extra, n_comment, _, _ = CENTRAL.unpack_from(last, at)
-        name = at + CENTRAL.size
-        yield at, last[name : name + n_name], size
-        at = name + n_name + n_extra + n_comment
+    return headers(last, END64.unpack_from(last, end)[-1] - base, end)
 
 
 def _frame(

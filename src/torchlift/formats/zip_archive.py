@@ -121,14 +121,18 @@ def read_directory(source: Source) -> dict[str, Record]:
 
 def checksum_places(source: Source) -> dict[str, int]:
     """Return the place of each record's CRC-32 in the directory of an archive that was read."""
-    place, at, found = _find_directory(source), 0, dict[str, int]()
-    directory = source.read(place.start, place.nbytes)
-    for _ in range(place.records):
-        *_, n_name, n_extra, n_comment, _, _ = CENTRAL.unpack_from(directory, at)
+    place = _find_directory(source)
+    listed = headers(source.read(place.start, place.nbytes), 0, place.nbytes)
+    return {name.decode(): place.start + at + CRC_IN_HEADER for at, name, _ in listed}
+
+
+def headers(directory: bytes | bytearray, at: int, stop: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (position, name, size) of each header in a directory that was checked or just made."""
+    while at < stop:
+        *_, size, n_name, n_extra, n_comment, _, _ = CENTRAL.unpack_from(directory, at)
         name = at + CENTRAL.size
-        found[directory[name : name + n_name].decode()] = place.start + at + CRC_IN_HEADER
+        yield at, bytes(directory[name : name + n_name]), size
         at = name + n_name + n_extra + n_comment
-    return found
 
 
 def read_archive(source: Source) -> Index:
