@@ -113,6 +113,17 @@ def test_a_strict_error_lists_everything_and_changes_nothing() -> None:
     assert found == (["1.bias"], ["odd"])
 
 
+def test_an_error_names_the_call_that_renames() -> None:
+    """`set_model_state_dict` has no rules, and `load` takes a state dict."""
+    model = two_layers()
+    state = {f"epoch.{key}": value + 1 for key, value in model.state_dict().items()}
+    with pytest.raises(MismatchError, match=r"torchlift.load\(model, state_dict\)") as caught:
+        ours.set_model_state_dict(model, state)
+    assert "rename=remap.strip('epoch.')" in str(caught.value)
+    torchlift.load(model, state, rename=torchlift.remap.strip("epoch."))
+    assert same(dict(model.state_dict()), {k.removeprefix("epoch."): v for k, v in state.items()})
+
+
 def test_the_caller_s_dict_stays_as_it_was() -> None:
     """torch renames its keys for a wrapped model (pytorch/torchtitan#971)."""
     model = torch.compile(two_layers(), backend="eager")

@@ -284,8 +284,12 @@ class SavingRanks:
         leader: the first rank. It creates the files and makes them appear.
     """
 
-    def __init__(self, process_group: Any = None, *, alone: bool = False) -> None:
-        self.group = RankGroup([]) if alone else RankGroup.of_all(process_group=process_group)
+    def __init__(
+        self, process_group: Any = None, *, alone: bool = False, group: RankGroup | None = None
+    ) -> None:
+        self.group = (
+            RankGroup([]) if alone else group or RankGroup.of_all(process_group=process_group)
+        )
         self.rank = rank()
         self.ranks = [self.rank] if alone else ranks_of(process_group)
         self.leader = self.ranks[0]

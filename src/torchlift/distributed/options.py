@@ -12,9 +12,10 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor, layout_of, local_tensor
 from torchlift._model.handlers import oddity
-from torchlift._plan.suggest import empty_hint
+from torchlift._plan.suggest import empty_hint, suggest_rename
 from torchlift._system.containers import leaves
 from torchlift._system.text import clipped_list
+from torchlift.errors import Hint
 from torchlift.errors import StateDictMismatch as StateDictMismatch
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -261,7 +262,9 @@ def mismatch_error(
     hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
     if missing and unexpected and not shapes:
         # strict=False would skip keys that were renamed, so it is not the way out here.
+        rule = suggest_rename(missing, unexpected)
         hint = "Rename the keys that have another name in the model."
+        hint = Hint("Call torchlift.load(model, state_dict) instead. ", rule) if rule else hint
     return StateDictMismatch(
         f"the state dict does not fit the model: {'; '.join(texts)}",
         hint=hint,

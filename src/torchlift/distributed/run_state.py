@@ -276,8 +276,8 @@ class Snapshot:
 
         # What may fail is inside of a step. Outside, the other ranks would wait.
         def summarise() -> StepResult[_Summed, _Summary]:
-            saving = SavingRanks(ranks.groups[0])
-            saving.group = ranks  # it has looked up how to exchange, which may fail
+            # This group has looked up how to exchange, which may fail.
+            saving = SavingRanks(ranks.groups[0], group=ranks)
             saved, sums = fill_in(state.template, state.objects), self._sum_up()
             objects = {name: _digest(pickled(each)) for name, each in saved.items()}
             message = _Summary(_digest(repr(sums).encode()), objects)
