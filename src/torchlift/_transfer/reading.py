@@ -528,15 +528,26 @@ def _deliver(
         else:
             if target.is_contiguous():
                 pages.back(target.data_ptr(), target.nbytes)
-            _copy_on_host(source, target)
+            total = None if request.cleared is None else torch.zeros(())
+            _copy_on_host(source, target, total)
+            if request.cleared is not None and total is not None and bool(total.isfinite()):
+                request.cleared.append(target.numel())
 
 
-def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy and cast on this thread only, in parts that torch does not split over its threads."""
+def _copy_on_host(
+    source: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None = None
+) -> None:
+    """Copy and cast on this thread only, in parts that torch does not split over its threads.
+
+    Args:
+        source: The values.
+        target: Receives them.
+        total: The sum of the results is added to it, while they are in the processor's cache.
+    """
     is_aligned = target.data_ptr() % target.itemsize == 0
     if source.dim() > 1 and (source.shape[1] > _SERIAL or not is_aligned):
         for row, into in zip(source, target, strict=True):
-            _copy_on_host(row, into)
+            _copy_on_host(row, into, total)
         return
     some = _SERIAL if source.dim() == 1 else max(1, _SERIAL // source.shape[1])
     if is_aligned and torch.get_num_threads() == 1:
@@ -545,9 +556,13 @@ def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
         part, into = source[at : at + some], target[at : at + some]
         if is_aligned:
             into.copy_(part)
+            if total is not None:
+                total += into.sum()
         else:  # memory of the caller: torch crashes if complex128 is not a multiple of 16
             cast = part.to(into.dtype)
             ctypes.memmove(into.data_ptr(), cast.data_ptr(), cast.nbytes)
+            if total is not None:
+                total += cast.sum()
 
 
 #: Receives the bytes between two ranges. Several threads write here at once.
@@ -579,6 +594,8 @@ class Request:
         rows: The number of rows.
         step: Bytes in the file from the start of one row to the start of the next.
         memory: A contiguous tensor in place of a file. Its destination must be on a device.
+        cleared: Receives numbers of values whose cast is known to be finite. Such a cast on the
+            host is summed: one value that is not finite makes the sum so.
     """
 
     file: str
@@ -589,6 +606,7 @@ class Request:
     rows: int = 1
     step: int = 0
     memory: torch.Tensor | None = None
+    cleared: list[int] | None = None
 
     @property
     def end(self) -> int:
@@ -802,13 +820,19 @@ def is_readable(entry: TensorEntry, stride: Sequence[int] | None = None) -> bool
     )
 
 
-def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Request]:
+def requests_for(
+    entry: TensorEntry,
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    cleared: list[int] | None = None,
+) -> Iterator[Request]:
     """Yield one request for each run of bytes, or for all rows of a matrix.
 
     Args:
         entry: The tensor to read.
         target: Receives the values. It has the entry's shape, any strides and any device.
         dtype: The dtype of the bytes in the file.
+        cleared: As in `Request`.
 
     Example:
         >>> from torchlift.formats.index import Chunk
@@ -825,4 +849,4 @@ def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -
         else:
             place = target.as_strided((many, numel), (apart, 1), start + at)
         nbytes = numel * many * entry.itemsize
-        yield Request(file, offset, nbytes, place, dtype, many, step)
+        yield Request(file, offset, nbytes, place, dtype, many, step, cleared=cleared)
