@@ -161,7 +161,8 @@ names = [name.replace(", ", ",\n") for name in ways]
 own, cache = list(owned.values()), list(kept.values())
 colors = ["C0", "C3", "C2"]
 axes.barh(names, own, color=colors, label="owned by the process")
-axes.barh(names, cache, left=own, color=colors, alpha=0.35, label="page cache")
+hatched = {"color": "none", "edgecolor": colors, "hatch": "////"}
+axes.barh(names, cache, left=own, label="page cache", **hatched)
 for y, total in enumerate(map(sum, zip(own, cache, strict=True))):
     axes.text(total + 10, y, f"{total / size * MIB:.1f}x", va="center")
 axes.axvline(size / MIB, color="black", linewidth=1, linestyle=":")
