@@ -312,3 +312,13 @@ def test_a_nested_tensor_is_not_its_only_part() -> None:
         assert not torchlift.diff({"w": part}, {"w": one}).equal
         assert not torchlift.diff({"w": one}, {"w": torch.nested.nested_tensor([2 * part])}).equal
     assert torchlift.diff({"w": nested[0]}, {"w": nested[1]}).equal
+
+
+def test_a_container_that_only_one_of_them_has_is_named(tmp_path: Path) -> None:
+    """People compare a training checkpoint with the weights that they exported from it."""
+    weights = {"a.b": torch.ones(3), "c": torch.zeros(2)}
+    torch.save({"model": weights, "epoch": 3}, path := tmp_path / "run.pt")
+    assert "root='model', or pass --root-a model" in str(torchlift.diff(path, weights))
+    assert "root='model', or pass --root-b model" in str(torchlift.diff(weights, path))
+    assert torchlift.diff(torchlift.open(path, root="model"), weights).equal
+    assert "root=" not in str(torchlift.diff(path, {"c": weights["c"], "d": weights["c"]}))

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -145,6 +145,22 @@ class CheckpointDiff(Summary):
                 yield from (f"  {_short(key)}{rest}" for key, rest in lines[:rows])
                 if len(lines) > rows:
                     yield f"  and {len(lines) - rows:,} more"
+        for which, option, longer, shorter in (
+            ("first", "--root-a", self.removed, self.added),
+            ("second", "--root-b", self.added, self.removed),
+        ):
+            if root := _container_of(longer, shorter):
+                yield (
+                    f"In the {which} one, the other names are below {root!r}. Compare that "
+                    f"container: open it with root={root!r}, or pass {option} {root}."
+                )
+
+
+def _container_of(longer: Sequence[str], shorter: Sequence[str]) -> str:
+    """Return the container of some names in which all of the others are, or an empty text."""
+    end, known = f".{shorter[0]}" if shorter else "", {*longer}
+    roots = [name.removesuffix(end) for name in longer if end and name.endswith(end)]
+    return next((r for r in roots if all(f"{r}.{name}" in known for name in shorter)), "")
 
 
 _short = partial(printable, limit=80)

@@ -28,9 +28,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the differences. Return 1 if there are any."""
     with (
-        torchlift.open(args.a, root=args.root_a or args.root) as a,
-        torchlift.open(args.b, root=args.root_b or args.root) as b,
+        _open(args.a, args.root_a, args.root) as a,
+        _open(args.b, args.root_b, args.root) as b,
     ):
         found = torchlift.diff(a, b, rtol=args.rtol, atol=args.atol)
     report(args, str(found), {**asdict(found), "equal": found.equal})
     return 1 if not found.equal else 2 if found.blocked else 0
+
+
+def _open(path: str, own: str | None, both: str | None) -> torchlift.Checkpoint:
+    """Open one of the two. An error about ``--root`` names the options for one of them."""
+    try:
+        return torchlift.open(path, root=own or both)
+    except torchlift.FormatError as error:
+        if both and not own and error.entry == both:
+            error.hint = f"If only one of the two has it, pass --root-a {both} or --root-b {both}."
+        raise
