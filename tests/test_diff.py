@@ -318,7 +318,10 @@ def test_a_container_that_only_one_of_them_has_is_named(tmp_path: Path) -> None:
     """People compare a training checkpoint with the weights that they exported from it."""
     weights = {"a.b": torch.ones(3), "c": torch.zeros(2)}
     torch.save({"model": weights, "epoch": 3}, path := tmp_path / "run.pt")
+    two = {"a.c": torch.ones(1), "b.c": torch.ones(1)}
     assert "root='model', or pass --root-a model" in str(torchlift.diff(path, weights))
+    assert "root=" not in str(torchlift.diff(two, {"c": torch.ones(1)})), "either could be meant"
     assert "root='model', or pass --root-b model" in str(torchlift.diff(weights, path))
     assert torchlift.diff(torchlift.open(path, root="model"), weights).equal
-    assert "root=" not in str(torchlift.diff(path, {"c": weights["c"], "d": weights["c"]}))
+    for others in ({"c": torch.ones(1), "d": torch.ones(1)}, {"c": torch.ones(1), **two}):
+        assert "root=" not in str(torchlift.diff(two, others))

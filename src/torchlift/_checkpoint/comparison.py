@@ -149,7 +149,7 @@ class CheckpointDiff(Summary):
             ("first", "--root-a", self.removed, self.added),
             ("second", "--root-b", self.added, self.removed),
         ):
-            if root := _container_of(longer, shorter):
+            if not self.compared and (root := _container_of(longer, shorter)):
                 yield (
                     f"In the {which} one, the other names are below {root!r}. Compare that "
                     f"container: open it with root={root!r}, or pass {option} {root}."
@@ -157,10 +157,13 @@ class CheckpointDiff(Summary):
 
 
 def _container_of(longer: Sequence[str], shorter: Sequence[str]) -> str:
-    """Return the container of some names in which all of the others are, or an empty text."""
-    end, known = f".{shorter[0]}" if shorter else "", {*longer}
-    roots = [name.removesuffix(end) for name in longer if end and name.endswith(end)]
-    return next((r for r in roots if all(f"{r}.{name}" in known for name in shorter)), "")
+    """Return the only container of some names in which all of the others are, or an empty text."""
+    if not shorter:
+        return ""
+    end, known = f".{shorter[0]}", {*longer}
+    roots = [name.removesuffix(end) for name in longer if name.endswith(end)]
+    found = [root for root in roots if all(f"{root}.{name}" in known for name in shorter)]
+    return found[0] if len(found) == 1 else ""
 
 
 _short = partial(printable, limit=80)
