@@ -301,74 +301,6 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
     assert not browser.errors
 
 
-#: Texts that stand out too little from their ground, also what axe leaves out: single letters, and
-#: words of the style sheet. Icons are no letters.
-FAINT = """{
-  const brush = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
-  const known = {};
-  const paint = colour => {
-    brush.clearRect(0, 0, 1, 1);
-    brush.fillStyle = colour;
-    brush.fillRect(0, 0, 1, 1);
-    return [...brush.getImageData(0, 0, 1, 1).data];
-  };
-  const over = (colour, node) => {
-    const rgba = (known[colour] ??= paint(colour)), rgb = rgba.slice(0, 3), share = rgba[3] / 255;
-    if (share === 1) return rgb;
-    const below = ground(node);
-    return rgb.map((value, i) => value * share + below[i] * (1 - share));
-  };
-  const ground = node => node
-    ? over(getComputedStyle(node).backgroundColor, node.parentElement)
-    : [255, 255, 255];
-  const light = rgb => rgb.map(value => value / 255)
-    .map(value => value > 0.04 ? ((value + 0.055) / 1.055) ** 2.4 : value / 12.92)
-    .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0.05);
-  const found = new Set();
-  for (const node of document.querySelectorAll("body *:not(svg, svg *, script, style)")) {
-    if (!node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
-    const own = [...node.childNodes].filter(child => child.nodeType === 3);
-    const texts = [[own.map(child => child.data).join(""), null]];
-    for (const part of ["::before", "::after"]) {
-      const {content} = getComputedStyle(node, part);
-      if (content.startsWith('"')) texts.push([content, part]);
-    }
-    for (const [text, part] of texts) {
-      if (!/[\\p{L}\\p{N}\\p{S}]/u.test(text)) continue;
-      const {color, fontSize, fontWeight} = getComputedStyle(node, part);
-      const size = parseFloat(fontSize), isLarge = size >= 24 || size >= 18.6 && fontWeight >= 700;
-      const both = [light(over(color, node)), light(ground(node))];
-      const contrast = Math.max(...both) / Math.min(...both);
-      if (contrast < (isLarge ? 3 : 4.5)) {
-        found.add(`${node.tagName}.${node.className} ${text.slice(0, 20)} ${contrast.toFixed(1)}`);
-      }
-    }
-  }
-  [...found];
-}"""
-
-
-@each_kind
-def test_each_letter_can_be_read_in_both_themes(kind: str, browser: Browser, address: str) -> None:
-    """By the contrast that WCAG AA asks for, in folded blocks, too."""
-    browser.open(address + KINDS[kind])
-    browser.run("for (const block of document.querySelectorAll('details')) block.open = true")
-    for theme in "light", "dark":
-        browser.show(1280, theme)
-        browser.wait_for(f"document.documentElement.dataset.theme === '{theme}'")
-        assert not browser.run(FAINT), theme
-
-
-def test_a_phone_shows_each_number_of_the_first_page(browser: Browser, address: str) -> None:
-    """Its table scrolls on no phone: each way is a block, with its values at the right."""
-    browser.open(address + "index.html")
-    browser.resize(420)
-    outside = "cell => cell.getBoundingClientRect().right > innerWidth"
-    cells = "[...document.querySelectorAll('.tl-measured td')]"
-    assert browser.run(f"{cells}.length") > 20
-    assert browser.run(f"{cells}.filter({outside}).length") == 0
-
-
 #: What a page hides on purpose: what is folded, what a card of the gallery has no room for, the
 #: types of a signature, the steps that buttons tell, and the heading that search engines read on
 #: the first page.
@@ -511,14 +443,6 @@ def test_copy_gives_the_code_and_outputs_have_no_button(browser: Browser, addres
     copied = browser.run("navigator.clipboard.readText()")
     assert "import torchlift" in copied
     assert ">>>" not in copied
-
-
-def test_folded_code_opens_from_the_keyboard(browser: Browser, address: str) -> None:
-    """The summary takes the focus, and Enter opens it."""
-    browser.open(address + KINDS["recipe"])
-    browser.run("document.querySelector('details.tl-fold summary').focus()")
-    press(browser, "Enter", 13)
-    browser.wait_for("document.querySelector('details.tl-fold').open")
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["one process", "two ranks"])

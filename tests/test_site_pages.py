@@ -13,12 +13,8 @@ import matplotlib.pyplot as plt
 import numpy
 import pytest
 import recipe_cards
-import recipe_pages
 import torch
-from docutils import nodes
-from docutils.core import publish_doctree
 from matplotlib.colors import to_hex, to_rgb
-from sphinx import addnodes
 
 import torchlift
 
@@ -80,48 +76,7 @@ def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
     assert not (plain == 1).all(axis=1).any()
 
 
-def test_ticks_that_a_card_has_no_room_for_are_light_on_the_dark_figure() -> None:
-    """The card is drawn before. It is so low that its axis has fewer ticks."""
-    plt.style.use("torchlift.measure.figures")
-    figure, (above, axes) = plt.subplots(2, 1, figsize=(5.6, 5.0), sharex=True)
-    above.plot(numpy.linspace(0, 1, 300), label="one\nof two lines")
-    axes.plot(numpy.logspace(-2.5, 1.2, 300))
-    axes.set(yscale="log", xlabel="step")
-    figure.legend(loc="outside upper center")
-    figure.canvas.draw()
-    ticks = len(axes.get_yticks())
-    with figures_twice.as_card(figure):
-        figure.canvas.draw()
-        assert len(axes.get_yticks()) < ticks
-    figures_twice.darken(figure)
-    figure.canvas.draw()
-    drawn = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
-    colours = {to_hex(tick.tick1line.get_color()) for tick in drawn}
-    colours |= {to_hex(tick.label1.get_color()) for tick in drawn}
-    plt.close(figure)
-    assert len(axes.get_yticks()) == ticks
-    assert colours == {figures_twice.INK}
-
-
 # ---- pages
-
-
-def test_the_title_of_a_page_is_a_link_and_so_is_a_long_beginning_of_one(tmp_path: Path) -> None:
-    """In Markdown and reStructuredText; a word that no title begins with stays as it is."""
-    guide = tmp_path / "guide"
-    guide.mkdir()
-    guide.joinpath("performance.rst").write_text(".. meta::\n   :a: b\n\nPerformance\n====\n")
-    tmp_path.joinpath("cluster.md").write_text("<!-- words -->\n\n# On a cluster: torchrun\n")
-    document = publish_doctree("*Performance*, *On a cluster*, *Perform*, *anonymous memory*")
-    titles = recipe_pages.titles_of(tmp_path)
-    for emphasis in list(document.findall(nodes.emphasis)):
-        recipe_pages.link(emphasis, titles, "a recipe")
-    targets = [link["reftarget"] for link in document.findall(addnodes.pending_xref)]
-    assert targets == ["/guide/performance", "/cluster"]
-    assert [word.astext() for word in document.findall(nodes.emphasis)] == [
-        "Perform",
-        "anonymous memory",
-    ]
 
 
 # ---- cards

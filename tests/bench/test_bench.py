@@ -130,17 +130,6 @@ def test_a_way_that_loads_other_values_is_named() -> None:
     assert comparison.to_dict()["results"]["same"]["bytes_per_second"] == 2e9
 
 
-@pytest.mark.parametrize(
-    ("cast", "rate", "says"), [("", None, " mapped "), ("bfloat16", 2e9, "cast to bfloat16; warm")]
-)
-def test_a_mapped_way_reports_no_rate_unless_it_casts(cast, rate, says) -> None:
-    """Megabytes per second of bytes that nobody read would mean nothing."""
-    results = {"m": fake("m", "1", 0.5, reads=False)}
-    comparison = Comparison("x.pt", "torch-zip", 1, 10**9, False, results, cast=cast)
-    assert comparison.to_dict()["results"]["m"]["bytes_per_second"] == rate
-    assert says in str(comparison)
-
-
 class Foreign:
     """Something that only unpickling can rebuild."""
 
@@ -185,20 +174,6 @@ def test_a_way_that_needs_a_missing_package_is_refused_by_name(generated, reques
     assert names[0] == "torchlift-mmap"
     with pytest.raises(ValueError, match="package safetensors is not installed"):
         bench.compare(generated, only=["safetensors-file"])
-
-
-def load_with_torch(job):
-    """Make the call to time."""
-    return lambda: torch.load(job.path)
-
-
-def test_a_way_of_the_caller_takes_part(small) -> None:
-    """A function that returns the call to time is compared like the others."""
-    own = bench.Way("own", "my loader", load_with_torch)
-    comparison = bench.compare(small, only=["torch-load", "own"], ways=[*WAYS, own], repeat=1)
-    assert comparison.different == []
-    assert len(comparison.results["own"].seconds) == 1
-    assert "my loader" in str(comparison)
 
 
 # ---- what the machine can do, and what it has already

@@ -139,19 +139,6 @@ def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, lega
     )
 
 
-def test_nothing_else_is_called(path: Any) -> None:
-    """A class beside an allowed one is left alone, and named."""
-    value = weights(Grained)
-    torch.save({"w": value, "canary": Canary()}, path)
-    RAN.clear()
-    ckpt = torchlift.open(path, allow_classes=[Grained, Grain, Way])
-    assert list(ckpt.blocked_keys) == ["canary"]
-    with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only if you trust"):
-        ckpt["canary"]
-    same(ckpt["w"], value)
-    assert RAN == []
-
-
 def test_a_class_may_have_another_name_in_files(path: Any) -> None:
     """As in torch.serialization.safe_globals: a pair of the class and that name."""
     saved(path, w=weights(Int8))

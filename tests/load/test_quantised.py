@@ -112,16 +112,6 @@ OTHERS = {
         "0.scales": torch.ones(2, 300, dtype=torch.float16),
         "0.g_idx": torch.ones(200, dtype=torch.int32), "0.bias": torch.ones(300),
     },
-    "nf4": {
-        "0.weight": torch.ones(30_000, 1, dtype=torch.uint8),
-        "0.weight.absmax": torch.ones(938), "0.weight.quant_map": torch.ones(16),
-        "0.weight.quant_state.bitsandbytes__nf4": torch.ones(90, dtype=torch.uint8),
-        "0.bias": torch.ones(300),
-    },
-    "torchao": {
-        "0._weight_qdata": torch.ones(300, 200, dtype=torch.int8),
-        "0._weight_scale": torch.ones(300), "0.bias": torch.ones(300),
-    },
     "int8": {
         "0.weight": torch.ones(300, 200, dtype=torch.int8), "0.SCB": torch.ones(300),
         "0.weight_format": torch.ones((), dtype=torch.uint8), "0.bias": torch.ones(300),

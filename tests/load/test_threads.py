@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -26,24 +27,15 @@ LONG = 60  # seconds until a test gives up on a thread
 class Meeting:
     """Where two threads meet, each inside of a load of its own, unless something prevents it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         self._barrier = threading.Barrier(2)
-        self._seconds = seconds
         self.met = False
 
     def __call__(self, *_: object) -> None:
-        """A loading hook, or what else runs inside; who has met nobody once goes on at once."""
-        try:
-            self._barrier.wait(self._seconds)
+        """A loading hook. A thread that has met nobody once goes on at once."""
+        with suppress(threading.BrokenBarrierError):
+            self._barrier.wait(LONG)
             self.met = True
-        except threading.BrokenBarrierError:
-            return
-
-
-def model_with(meeting: Meeting, model: nn.Module | None = None) -> nn.Module:
-    model = Two(SIZE, SIZE) if model is None else model
-    model.register_load_state_dict_pre_hook(meeting)
-    return model
 
 
 def run_together(*works: Callable[[], object]) -> None:
@@ -83,8 +75,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_loads_into_different_models_run_at_the_same_time(tmp_path: Path) -> None:
     """Also where neither has a bias: None is no tensor that they share."""
-    file, meeting = saved({"weight": torch.ones(3, 3)}, tmp_path), Meeting(LONG)
-    models = [model_with(meeting, nn.Linear(3, 3, bias=False)) for _ in range(2)]
+    file, meeting = saved({"weight": torch.ones(3, 3)}, tmp_path), Meeting()
+    models = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    for model in models:
+        model.register_load_state_dict_pre_hook(meeting)
     run_together(*(lambda model=model: torchlift.load(model, file) for model in models))
     assert meeting.met
 

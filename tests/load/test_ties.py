@@ -122,17 +122,6 @@ def test_a_parameter_over_the_memory_of_another_needs_no_value_of_its_own(tmp_pa
     assert two.dtype == one.dtype
 
 
-def test_missing_parameters_over_one_memory_are_constructed_as_one() -> None:
-    """Both have the values of the constructor."""
-    model = torchlift.skeleton(lambda: nn.Sequential(aliased(), nn.Linear(2, 2)))
-    report = torchlift.load(model, nn.Linear(2, 2).state_dict(prefix="1."), allow_missing=["0.*"])
-    assert report.replayed == ["0.one.weight", "0.two.weight"]
-    one, two = model[0]["one"].weight, model[0]["two"].weight
-    assert one is not two
-    assert one.data_ptr() == two.data_ptr()
-    assert one.abs().sum() > 0
-
-
 @every_way
 def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
     """What is tied is read from the module at the time of the load."""

@@ -117,18 +117,6 @@ def test_disk_takes_what_fits_nowhere() -> None:
     assert "disk: 12.0 KiB\n" in str(found)
 
 
-def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
-    """And what the next step would have been."""
-    with pytest.raises(PlacementError) as caught:
-        remap.fit(Model(), {"cuda:0": "12KiB", "cuda:1": "17KiB"})
-    assert str(caught.value) == (
-        "'blocks.3': does not fit: the tensors take 40.0 KiB, the budgets are 29.0 KiB. "
-        "Used: cuda:0 12.0 KiB of 12.0 KiB, cuda:1 16.0 KiB of 17.0 KiB. "
-        "12.0 KiB remain, and the next layer takes 8.0 KiB. Raise a budget, pass a "
-        'smaller dtype=, or add budgets={..., "disk": None} to leave the remaining layers on disk.'
-    )
-
-
 @pytest.mark.parametrize(
     ("budgets", "no_split", "message"),
     [

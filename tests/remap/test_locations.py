@@ -134,14 +134,3 @@ def test_every_form_of_map_location_has_an_equivalent(tmp_path, form) -> None:
     for key, tensor in expected.items():
         assert found[key].device == tensor.device, key
         assert same(found[key], tensor), key
-
-
-def test_map_location_meta_is_the_index(tmp_path) -> None:
-    """Shapes and dtypes without values need no tensors at all."""
-    path = write_tagged(tmp_path / "model.pt", "cuda:0", "cpu")
-    expected = torch.load(path, map_location="meta")
-    with torchlift.open(path) as ckpt:
-        for key, tensor in expected.items():
-            assert tensor.is_meta
-            assert ckpt.entries[key].shape == tuple(tensor.shape)
-            assert f"torch.{ckpt.entries[key].dtype}" == str(tensor.dtype)

@@ -183,18 +183,6 @@ def test_an_unknown_name_is_an_error_that_offers_near_ones(wrong: str, near: str
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_a_plain_meta_model_cannot_be_made_and_the_error_lists_its_tensors() -> None:
-    """Without a skeleton there is no constructor to run."""
-    with torch.device("meta"):
-        model = pair()
-    with pytest.raises(torchlift.PlacementError) as caught:
-        torchlift.materialize(model)
-    text = str(caught.value)
-    assert "4 tensors are on meta" in text
-    assert "0.weight, 0.bias, 1.weight, 1.bias" in text
-    assert "torchlift.skeleton(Model, ...)" in text
-
-
 @pytest.mark.parametrize("device", ["meta", "nonsense"])
 def test_a_device_without_memory_is_refused(device: str) -> None:
     """Nothing is called made that is not."""
