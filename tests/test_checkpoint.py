@@ -77,40 +77,32 @@ def test_what_a_checkpoint_says_cannot_be_changed(nested, attribute):
         ckpt["model.layer.bias"] = torch.ones(2)
 
 
-def test_a_missing_key_offers_near_ones(nested):
-    """A typo gets the names that it may have meant."""
-    ckpt = torchlift.open(nested)
-    with pytest.raises(KeyError, match=r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"):
-        ckpt["model.layer.wieght"]
-    with pytest.raises(KeyError, match=r"^'zzz'$"):
-        ckpt["zzz"]
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("model.layer.wieght", r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"),
+        ("zzz", r"^'zzz'$"),
+        ("model", r"^'model' is a container. Use ckpt.tree\('model'\)$"),
+        ("epoch", r"^'epoch' is not a tensor. Use ckpt.objects\['epoch'\]$"),
+    ],
+)
+def test_a_key_that_is_no_tensor_is_named_for_what_it_is(nested, key, says):
+    """A typo gets a near name. A container and a plain value have another way."""
+    with pytest.raises(KeyError, match=says):
+        torchlift.open(nested)[key]
 
 
-def test_a_key_of_another_kind_is_named_for_what_it_is(nested):
-    """The error says how to get a container and a plain value."""
-    ckpt = torchlift.open(nested)
-    with pytest.raises(KeyError, match=r"^'model' is a container. Use ckpt.tree\('model'\)$"):
-        ckpt["model"]
-    with pytest.raises(KeyError, match=r"^'epoch' is not a tensor. Use ckpt.objects\['epoch'\]$"):
-        ckpt["epoch"]
-    with pytest.raises(KeyError, match=r"^'zzz'$"):
-        ckpt.objects["zzz"]
-
-
-def test_root_that_is_not_there_lists_what_is(nested):
-    """An unknown container is an error that names the containers of the file."""
-    with pytest.raises(FormatError) as caught:
-        torchlift.open(nested, root="modle")
-    assert str(caught.value) == (
-        f"{nested}: 'modle': the checkpoint does not contain this container; "
-        "found at the top: epoch, model, optimizer. Did you mean 'model'?"
-    )
-
-
-@pytest.mark.parametrize("root", ["epoch", "model.layer.bias"])
-def test_root_that_is_no_container_is_called_so(nested, root):
-    """A tensor or an object holds no keys."""
-    with pytest.raises(FormatError, match=f"{root!r}: this key is a value, not a contai"):
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("modle", "does not contain this container; found at the top: epoch, .*mean 'model'"),
+        ("epoch", "this key is a value, not a contai"),
+        ("model.layer.bias", "this key is a value, not a contai"),
+    ],
+)
+def test_a_root_that_is_no_container_is_called_so(nested, root, says):
+    """A tensor or an object holds no keys, and an unknown name gets those that there are."""
+    with pytest.raises(FormatError, match=f"{root!r}: .*{says}"):
         torchlift.open(nested, root=root)
 
 

@@ -279,19 +279,3 @@ def test_dtensors_are_not_compared_with_what_is_whole(tmp_path: Path) -> None:
     """A rank would read beyond its slice, or end in an error of torch's own."""
     (hint,) = torchlift.distributed.on_ranks(1, _compared_with_dtensors, str(tmp_path))
     assert "compare the file" in hint
-
-
-def test_a_nested_tensor_is_not_its_only_part() -> None:
-    """It has one dimension more, whatever its layout; layouts of the same parts are equal."""
-    part = torch.ones(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of a prototype
-        nested = [
-            torch.nested.nested_tensor([part], layout=layout)
-            for layout in (torch.strided, torch.jagged)
-        ]
-    for one in nested:
-        assert not torchlift.diff({"w": one}, {"w": part}).equal
-        assert not torchlift.diff({"w": part}, {"w": one}).equal
-        assert not torchlift.diff({"w": one}, {"w": torch.nested.nested_tensor([2 * part])}).equal
-    assert torchlift.diff({"w": nested[0]}, {"w": nested[1]}).equal

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 import sys
-import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import nbformat
@@ -76,59 +71,6 @@ def test_first_cell_names_what_the_recipe_imports(script: Path) -> None:
         assert name in notebooks.BY_NAME
         assert notebooks.BY_NAME[name] in first
     assert not re.search(r"pip install.*\btorchlift\b", first)
-
-
-#: Each measures in a process of its own, for which pip installs cloudpickle with torchlift.
-STARTED_FROM_NOTHING = [
-    "01_loading/plot_01_memory_twice",
-    "02_files/plot_02_what_is_inside",
-    "06_writing/plot_01_power_cut",
-]
-
-
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An environment without torchlift and cloudpickle, and a folder with the wheels of both."""
-    top = tmp_path_factory.mktemp("bare")
-    stock, wheels, python = top / "stock", top / "wheels", top / "venv" / "bin" / "python"
-    stock.mkdir()
-    for path in Path(pytest.__file__).parent.parent.iterdir():
-        if not re.match(r"torchlift|cloudpickle", path.name):
-            stock.joinpath(path.name).symlink_to(path)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", top / "venv"], check=True)
-    (packages,) = top.glob("venv/lib/python*/site-packages")
-    packages.joinpath("stock.pth").write_text(f"{stock}\n")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", wheels, notebooks.ROOT], check=True)
-    known = distribution("cloudpickle")
-    with zipfile.ZipFile(wheels / f"cloudpickle-{known.version}-py3-none-any.whl", "w") as wheel:
-        for file in known.files or ():
-            if file.suffix != ".pyc":
-                wheel.write(str(file.locate()), str(file))
-    return python, wheels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STARTED_FROM_NOTHING)
-def test_a_downloaded_notebook_installs_what_it_needs_and_runs(
-    name: str, bare_python: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside the wheel, in an environment that has neither torchlift nor all that it needs."""
-    python, wheels = bare_python
-    for wheel in wheels.glob("torchlift-*.whl"):
-        shutil.copy(wheel, tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    kernel = tmp_path / "kernels" / "python3" / "kernel.json"
-    kernel.parent.mkdir(parents=True)
-    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": argv, "display_name": "bare", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    notebooks.execute(committed(notebooks.RECIPES / f"{name}.py"), tmp_path)
-    assert len([*python.parent.parent.glob("lib/python*/site-packages/torchlift")]) == 1
-    pip = [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchlift", "cloudpickle"]
-    subprocess.run(pip, check=True)
 
 
 @each_recipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging as standard_logging
 import os
 import re
 import sys
@@ -16,7 +15,6 @@ import notebooks
 import pytest
 import recipe_workers
 from rules import each
-from sphinx.util import logging
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 pytestmark = [
@@ -70,36 +68,6 @@ def test_no_cell_runs_beside_one_that_measures_seconds(scripts: list[Path], tmp_
     assert len(measuring) == 4
     assert all(lines[n + 1] == lines[n].replace("begins", "ends") for n in measuring)
     assert any(one[:6] == other[:6] == "begins" for one, other in itertools.pairwise(lines))
-
-
-def test_a_warning_in_a_worker_is_one_of_the_build(scripts: list[Path], tmp_path: Path) -> None:
-    """Otherwise a build with warnings as errors would pass."""
-
-    def generate(name: str, target: Path, source: Path, conf: object) -> str:
-        logging.getLogger("recipe").warning("%s warns", name)
-        return name
-
-    run = recipe_workers.in_workers(generate, 2)
-    handler = Kept()
-    logger = standard_logging.getLogger("sphinx")
-    logger.addHandler(handler)
-    try:
-        for script in scripts:
-            run(script.name, tmp_path / "pages" / script.parent.name, script.parent, {})
-    finally:
-        logger.removeHandler(handler)
-    assert handler.told == [f"{script.name} warns" for script in scripts]
-
-
-class Kept(standard_logging.Handler):
-    """Keeps the messages of all records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def emit(self, record: standard_logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
 
 
 @each(notebooks.scripts())

@@ -415,20 +415,6 @@ def test_gallery_is_filtered_from_the_keyboard(browser: Browser, address: str) -
     assert browser.run(f"{shown}.length") == everything
 
 
-def test_theme_is_switched_and_kept(browser: Browser, address: str) -> None:
-    """A dark page shows the figure that was drawn for it."""
-    browser.show(1280, "light")
-    browser.open(address + KINDS["recipe"])
-    shown = """[...document.querySelectorAll("figure.tl-framed img")]
-      .filter(image => image.offsetParent).map(image => image.className)"""
-    assert browser.run(shown) == ["only-light"]
-    browser.run("document.querySelector('.theme-change-button[data-mode=dark]').click()")
-    browser.wait_for("document.documentElement.dataset.theme === 'dark'")
-    browser.open(address + KINDS["recipe"])
-    assert browser.run(shown) == ["only-dark"]
-    browser.run("localStorage.clear()")
-
-
 def test_copy_gives_the_code_and_outputs_have_no_button(browser: Browser, address: str) -> None:
     """Also inside of a folded cell; what is copied is the code alone."""
     browser.call(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import inspect
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy
 import pytest
 import recipe_cards
 import torch
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_rgb
 
 import torchlift
 
@@ -50,30 +49,6 @@ def test_every_colour_of_the_style_has_one_of_equal_meaning_on_the_dark_page() -
     light = [contrast(colour, "white") for colour in cycle]
     assert min(light) > 3
     assert light == sorted(light)
-
-
-def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
-    """Lines, bars, areas, points, arrows, boxes, ticks and the legend, whatever a recipe draws."""
-    plt.style.use("torchlift.measure.figures")
-    figure, axes = plt.subplots()
-    axes.plot([1, 2], label="line", marker="o", markerfacecolor="white")
-    axes.bar([1, 2], [1, 2], color="C1", edgecolor="black")
-    axes.fill_between([1, 2], [1, 2], color="C2", alpha=0.3)
-    axes.scatter([1, 2], [1, 2], color=["black", "C3"])
-    axes.annotate("a", (1, 1), (2, 2), arrowprops={"arrowstyle": "->"}, bbox={"facecolor": "white"})
-    axes.set(xlabel="x", title="t")
-    axes.legend(frameon=True)
-    figure.canvas.draw()
-    figures_twice.darken(figure)
-    figure.canvas.draw()
-    drawn = numpy.asarray(figure.canvas.buffer_rgba())[..., :3].reshape(-1, 3)  # type: ignore[attr-defined]
-    plt.close(figure)
-    assert to_hex(drawn[0] / 255) == figures_twice.NIGHT
-    shades, counts = numpy.unique(drawn, axis=0, return_counts=True)
-    plain = shades[counts > 60] / 255
-    dark = [shade for shade in plain if to_hex(shade) != figures_twice.NIGHT]
-    assert min(colorsys.rgb_to_hls(*shade)[1] for shade in dark) > 0.12
-    assert not (plain == 1).all(axis=1).any()
 
 
 # ---- pages

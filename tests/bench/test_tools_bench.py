@@ -11,7 +11,6 @@ import bench
 import pytest
 import torch
 from generated import make_checkpoint
-from growth import GROWTHS, grow
 
 MIB = 2**20
 
@@ -51,25 +50,3 @@ def test_a_plain_reader_reads_every_byte(tmp_path, reader) -> None:
         raise
     for area, content in zip(areas, contents.values(), strict=True):
         assert area[: len(content)] == content
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", GROWTHS)
-def test_every_way_loads_all_that_there_are(what, tmp_path) -> None:
-    """Each way is asked for as many tensors, modules or shards as were written."""
-    growth = grow(what, sizes=[3, 2], repeat=1)
-    assert growth.sizes == (2, 3)
-    ran = {way for way, sizes in growth.seconds.items() if len(sizes) == 2}
-    assert ran | set(growth.left_out) == set(GROWTHS[what][1])
-    assert len(ran) >= 3
-    for way in ran:
-        assert f"{growth.seconds[way][1][0]:.4f}" in str(growth)
-
-
-def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
-    """What it did at smaller sizes stays, and the table says where it was left out."""
-    growth = grow("modules", sizes=[2, 4], repeat=1, timeout=0.001)
-    assert all(sizes == [] for sizes in growth.seconds.values())
-    assert "not done" in growth.left_out["torchlift.skeleton, load"]
-    assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
-    assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None

@@ -10,6 +10,7 @@ import torch
 from int8_weights import quantise_linear
 from small_models import unchanged
 from torch import nn
+from zoo import Stated
 
 import torchlift
 from torchlift._model.handlers import clone_of
@@ -202,21 +203,6 @@ def test_what_is_no_tensor_is_named_once(tmp_path, door, strict):
     assert "unexpected" not in str(caught.value)
 
 
-class Tables(nn.Module):
-    """Keeps what it is given as extra state, which may be nested."""
-
-    def __init__(self, extra: object = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.extra = extra
-
-    def get_extra_state(self) -> object:
-        return self.extra
-
-    def set_extra_state(self, state: object) -> None:
-        self.extra = state
-
-
 @pytest.mark.parametrize("later", ["file", "memory"])
 @pytest.mark.parametrize("name", ["", "net."])
 def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, name):
@@ -225,7 +211,7 @@ def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, 
     second = {"a": torch.zeros(1), "list": (torch.zeros(1), 2), "n": 2}
 
     def model(extra):
-        made = Tables(extra)
+        made = Stated(extra)
         return nn.ModuleDict({"net": made}) if name else made
 
     states = [{**model(extra).state_dict()} for extra in (first, second)]
@@ -243,7 +229,7 @@ def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, 
     assert str((target["net"] if name else target).extra) == str(second)
 
 
-@pytest.mark.parametrize("make", [Tables, lambda: torchlift.skeleton(Tables)])
+@pytest.mark.parametrize("make", [Stated, lambda: torchlift.skeleton(Stated)])
 def test_extra_state_in_memory_stays_the_callers(make):
     """A module keeps a copy, of the containers, of what they hold, and of tensors."""
     weird = SimpleNamespace(rows=[1, 2])
@@ -262,10 +248,10 @@ def test_extra_state_in_memory_stays_the_callers(make):
 
 def test_a_module_that_changes_its_extra_state_leaves_an_open_checkpoint_as_it_is(tmp_path):
     """Loaded from twice, it gives the same twice."""
-    torch.save(Tables({"calls": [1]}).state_dict(), tmp_path / "x.pt")
+    torch.save(Stated({"calls": [1]}).state_dict(), tmp_path / "x.pt")
     ckpt = torchlift.open(tmp_path / "x.pt")
     for _ in range(2):
-        model = Tables()
+        model = Stated()
         torchlift.load(model, ckpt)
         assert model.extra == {"calls": [1]}
         model.extra["calls"].append(2)

@@ -110,15 +110,6 @@ def test_an_exception_passes_through_and_nothing_is_left_running() -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_block_can_be_entered_only_once() -> None:
-    """Entering a second time would mix two measurements; it says so."""
-    use = measure.memory()
-    with use:
-        pass
-    with pytest.raises(RuntimeError, match="entered only once"), use:
-        pass
-
-
 def test_a_timeline_stays_small_and_keeps_its_peaks() -> None:
     """Very many samples are kept as a few, and a single high one among them is the peak."""
     timeline = sampling.Timeline()
@@ -163,14 +154,6 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
         measure.in_child(len, threading.Lock())
     with pytest.raises(measure.ChildError, match="ZeroDivisionError"):
         measure.in_child(lambda: 1 / 0)
-
-
-def test_setup_is_not_part_of_the_measurement() -> None:
-    """What setup allocates is in the baseline, not in the added memory."""
-    child = in_code("result = len(block)", setup="block = bytearray(b'x' * (64 << 20))")
-    assert child.value == 64 * MIB
-    assert child.memory.added_anonymous < 2 * MIB
-    assert child.memory.baseline.anonymous > 64 * MIB
 
 
 def test_a_value_that_cannot_be_sent_back_is_told() -> None:

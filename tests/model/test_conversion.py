@@ -57,15 +57,11 @@ def test_blocks_of_threads_may_overlap():
 @pytest.mark.parametrize(
     "convert",
     [
-        lambda model: model.double(),
         lambda model: model.half(),
-        lambda model: model.to(torch.bfloat16),
-        lambda model: model.to("meta"),
         lambda model: model.to_empty(device="cpu"),
-        lambda model: model.load_state_dict(randomised(model)),
         lambda model: model.load_state_dict(randomised(model), assign=True),
     ],
-    ids=["double", "half", "to dtype", "to device", "to_empty", "load_state_dict", "assign"],
+    ids=["half", "to_empty", "assign"],
 )
 def test_parameters_stay_the_same_objects(convert):
     """Where torch by itself would have made new ones for some conversions."""

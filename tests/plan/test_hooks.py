@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from same_model import all_tensors
-from small_models import unchanged
+from small_models import saved, unchanged
 from torch import nn
 
 import torchlift
@@ -20,12 +20,6 @@ live_or_not = pytest.mark.parametrize("live", [False, True], ids=["skeleton", "l
 def target(factory: Callable[[], nn.Module], live: bool) -> Any:
     """A model to load into."""
     return factory() if live else torchlift.skeleton(factory)
-
-
-def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
-    """A file of ``torch.save``."""
-    torch.save(state, folder / name)
-    return folder / name
 
 
 # -- _load_from_state_dict --------------------------------------------------------------------
@@ -68,7 +62,7 @@ def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(kind, prefix,
         return nn.Sequential(kind()) if prefix else kind()
 
     wanted: Any = nn.Sequential(Configured()) if prefix else Configured()
-    path = write(wanted.state_dict(), tmp_path)
+    path = saved(wanted.state_dict(), tmp_path)
     model = target(build, live)
     refused = pytest.raises(torchlift.PlacementError, match="asks for a container")
     with unchanged(model), refused as caught:
@@ -91,7 +85,7 @@ def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> N
         def _load_from_state_dict(self, *args: Any) -> None:
             args[-1].append("made for another tokenizer")
 
-    path = write(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path)
+    path = saved(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path)
     model = nn.Sequential(Refusing(2, 2))
     says = r"'0': .*made for another tokenizer"
     with unchanged(model), pytest.raises(torchlift.MismatchError, match=says):
@@ -109,7 +103,7 @@ def test_an_override_loads_integers_into_a_trained_parameter(tmp_path: Path, sca
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
     state = {"weight": torch.arange(4).view(2, 2), "bias": torch.ones(2)}
-    path = write(state, tmp_path)
+    path = saved(state, tmp_path)
     model = Scaling(2, 2)
     held = model.weight
     torchlift.load(model, path)
@@ -137,7 +131,7 @@ def lazy() -> nn.Module:
 def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> None:
     """strict=False leaves them to their first input, on the CPU."""
     model = target(lazy, live)
-    path = write({"2.bias": torch.ones(2)}, tmp_path)
+    path = saved({"2.bias": torch.ones(2)}, tmp_path)
     report = torchlift.load(model, path, strict=False, allow_missing=["*"])
     assert "0.weight" in report.missing_keys
     assert model(torch.randn(5, 3)).shape == (5, 2)

@@ -137,23 +137,6 @@ def test_a_size_that_is_none_is_refused(budgets) -> None:
         remap.fit(Model(), budgets)
 
 
-def test_accelerate_runs_a_model_by_the_map_and_what_is_on_disk_stays_mapped(tmp_path) -> None:
-    """Its hooks are given the map with the host for the disk; the weights are those of the file."""
-    accelerate = pytest.importorskip("accelerate")
-    original = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    path = saved(original.state_dict(), tmp_path)
-    model = torchlift.skeleton(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))))
-    found = remap.fit(model, {"cpu": "9KiB", "disk": None})
-    assert set(found.values()) == {"cpu", "disk"}
-    report = torchlift.load(model, path, device=found, source="read")
-    assert {item.source for item in report.loaded.values()} == {"mmap", "read"}
-    before = [parameter.data_ptr() for parameter in model.parameters()]
-    devices = {name: "cpu" if at == "disk" else at for name, at in found.items()}
-    accelerate.dispatch_model(model, devices, main_device=found.main, force_hooks=True)
-    assert torch.equal(model(torch.ones(1, 32)), original(torch.ones(1, 32)))
-    assert [parameter.data_ptr() for parameter in model.parameters()] == before
-
-
 # ---- checkpoints
 
 

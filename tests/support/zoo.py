@@ -47,6 +47,20 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+class Stated(nn.Module):
+    """A weight, and extra state of any kind."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 class Scalar(nn.Module):
     """A parameter without dimensions."""
 

@@ -204,17 +204,6 @@ def test_children_draw_different_random_numbers() -> None:
     assert all(one != other for one, other in pairs)
 
 
-def test_what_a_child_prints_comes_in_order_with_what_its_own_children_print() -> None:
-    """Nothing waits in a buffer."""
-
-    def work() -> None:
-        print("one", end=" ")
-        os.system("echo two")
-        print("\N{SNOWMAN}")
-
-    assert in_child(work).stdout == "one two\n\N{SNOWMAN}\n"
-
-
 # ---- what it measures
 
 
