@@ -333,20 +333,6 @@ def test_all_are_equal_to_each_other(files: Files, name: str, root: str | None) 
 # -- loads
 
 
-@pytest.mark.parametrize("format", ["torch-zip", "safetensors", "dcp"])
-def test_an_empty_name_is_a_name_in_every_format(tmp_path: Path, format: str) -> None:
-    """No module can have one; what is below it is not what lies beside it."""
-    state = {"": {"w": _ramp(2), "": _ramp(3)}, "w": _ramp(4), "c": {"": {"w": _ramp(5)}}}
-    torch.save(state, tmp_path / "x.pt")
-    torchlift.save(state, tmp_path / "saved", format=format)
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "made", format=format)
-    torchlift.convert(tmp_path / "x.pt", tmp_path / "c", format=format, root="c")
-    assert torchlift.open(tmp_path / "x.pt").keys() == {".w", ".", "w", "c..w"}
-    for name in ("saved", "made"):
-        assert torchlift.diff(tmp_path / name, tmp_path / "x.pt").equal
-    assert torchlift.diff(tmp_path / "c", torchlift.open(tmp_path / "x.pt", root="c")).equal
-
-
 def loaded(given: Any, name: str, root: str | None) -> tuple[Any, ...]:
     """What a load reports, what is in the model then, and what half of the model would not take."""
     want = tensors(expected(name, "zip", root))

@@ -73,7 +73,7 @@ def test_code_is_at_most_80_columns_wide(script: Path) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
-@each_recipe
+@each_page
 def test_the_figure_has_a_caption(script: Path) -> None:
     """A paragraph in italics without other markup: it becomes the text for who cannot see."""
     blocks = blocks_of(script)

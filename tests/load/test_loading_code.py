@@ -39,17 +39,6 @@ def own_method(base: Any, load: Callable[[Any, Any, Any], Any]) -> Any:
     return Own
 
 
-def own_part(base: Any, load: Callable[[Any, Any, str, Any], Any]) -> Any:
-    """The same of `_load_from_state_dict`, which gets the prefix, too."""
-
-    class Own(base):
-        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-            torchs = super()._load_from_state_dict
-            load(self, state, prefix, lambda: torchs(state, prefix, *rest))
-
-    return Own
-
-
 def hooked(model: Any, before: Any = None, after: Any = None) -> Any:
     """A model with a hook before the load (model, state, prefix), or after it (model, names)."""
     if before is not None:
@@ -300,18 +289,6 @@ def weighted() -> Any:
     return zoo.Holder({"weight": torch.ones(2)})
 
 
-def bank() -> Any:
-    """A memory bank that becomes as large as the one that is loaded."""
-
-    def sized(module: Any, state: Any, prefix: str, load: Any) -> None:
-        module.bank.resize_(state[prefix + "bank"].shape)
-        load()
-
-    model = own_part(nn.Module, sized)()
-    model.register_buffer("bank", torch.zeros(0, 2))
-    return model
-
-
 def prepares() -> Any:
     """A hook gives the module what the checkpoint needs: a size, a tensor, a child, a number."""
 
@@ -344,23 +321,6 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "a conjugate": lambda state, key: state.update({key: state[key].conj()}),
     "nothing": lambda state, key: None,
 }
-
-
-def data_copy(module: Any, value: torch.Tensor) -> None:
-    module.weight.data.copy_(value)
-
-
-def copied(module: Any, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        module.weight.copy_(value)
-
-
-def loading_itself(how: Any) -> Any:
-    """Twice the values, and never torch's own method."""
-    kind = own_part(
-        zoo.Holder, lambda m, state, prefix, _: how(m, state.pop(prefix + "weight") * 2)
-    )
-    return kind({"weight": torch.full((3,), 7.0)})
 
 
 # ---- the cases
@@ -479,7 +439,6 @@ CASES: dict[str, Case] = {
         {f"0.{key}": value + 2 for key, value in nn.BatchNorm1d(3).state_dict().items()
          if key != "num_batches_tracked"},
     ),
-    "a bank": Case(bank, {"bank": torch.rand(5, 2)}),
     "prepares all": Case(
         prepares,
         {"weight": torch.arange(5.0), "other": torch.ones(2), "scale": torch.ones(1),
@@ -493,13 +452,6 @@ CASES: dict[str, Case] = {
             dict.fromkeys(["weight", "alias"], torch.full((5000,), 1 + 1j)),
         )
         for how, change in CHANGES.items()
-    },
-    **{
-        f"loads itself by {how.__name__}": Case(
-            partial(loading_itself, how), {"weight": torch.arange(3.0)},
-            on_meta=False,
-        )
-        for how in (copied, data_copy)
     },
     "writes a part": _part(1),
     "writes a part and resizes": _part(3),

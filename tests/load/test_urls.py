@@ -75,7 +75,7 @@ def taken(server: RangeServer, path: Path) -> int:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_gives_from_a_url_what_the_file_gives(format, tmp_path, server):
-    """By key, as a state dict, as containers, loaded into modules and by DCP, in sums and diffs."""
+    """By key, as a state dict, as containers, loaded into modules and by DCP, and in diffs."""
     opened, make, seeds = FORMATS[format]
     folder = tmp_path / "d"
     folder.mkdir()
@@ -90,8 +90,6 @@ def test_every_format_gives_from_a_url_what_the_file_gives(format, tmp_path, ser
     assert same(there.state_dict(), here.state_dict())
     assert same(there.tree(), here.tree())
     assert torchlift.diff(url, path).equal
-    one, two = torchlift.verify(url), torchlift.verify(path)
-    assert (one.ok, one.nbytes, len(one.checked)) == (two.ok, two.nbytes, len(two.checked))
     dense = [key for key in here if here.entries[key].kind is None]
     assert all(there.stats(key) == here.stats(key) for key in dense)
     for source in (path, url):

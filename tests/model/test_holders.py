@@ -24,12 +24,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def computes_the_same(model: nn.Module, other: nn.Module) -> bool:
-    """Whether both compute the same, bit by bit."""
-    inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
-    return torch.equal(model(inputs), other(inputs))
-
-
 @pytest.fixture
 def wanted(tmp_path):
     """A model with the weights of the file, and the file."""
