@@ -197,6 +197,8 @@ def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
         torchlift.digest(torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 2))))
     with pytest.raises(CheckpointError, match=r"weight.*lazy"):
         torchlift.digest(nn.LazyLinear(2))
+    with pytest.raises(PlacementError, match="'w': the values of a tensor cannot be read"):
+        torchlift.digest({"w": torch.ones(3).to_mkldnn()})
     packed = torch.arange(8, dtype=torch.uint8).view(torch.bits8)
     for name, value in {"net": nn.Linear(2, 2), "packed": packed}.items():
         torch.save({"w": torch.ones(2), name: value}, tmp_path / "m.pt")

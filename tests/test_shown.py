@@ -61,3 +61,10 @@ def test_html_says_what_is_printed_and_names_no_colour(shown, name) -> None:
     assert {word for text in texts for word in text.split()} >= set(told[-1].split()[-1:])
     if name in ("checkpoint", "diff", "optimizer", "plan", "report"):
         assert any("<b>evil</b>\\x1b[2J" in text for text in texts)
+
+
+@each
+def test_the_last_line_of_a_cell_is_short(shown, name) -> None:
+    """It clips what is long, and moves no cursor."""
+    assert "\x1b" not in repr(shown[name])
+    assert len(repr(shown[name])) < 1500 or name == "fit"

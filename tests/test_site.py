@@ -489,23 +489,6 @@ def test_the_calculator_has_the_numbers_of_the_page_on_memory(
     assert not browser.errors
 
 
-def test_a_picture_is_whole_without_scripts(browser: Browser, address: str) -> None:
-    """No buttons that do nothing, and no step that cannot be seen."""
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        browser.open(address + KINDS["stepper"])
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert browser.run("document.querySelectorAll('svg.tl-flow').length") == 2
-    assert browser.run("document.querySelectorAll('.tl-later').length") == 0
-    shown = (
-        "[...document.querySelectorAll('.tl-step-panel, .tl-steps')].filter(n => n.offsetParent)"
-    )
-    assert browser.run(f"{shown}.length") == 0
-    pictures = "[...document.querySelectorAll('svg.tl-flow')].every(n => n.clientWidth > 200)"
-    assert browser.run(pictures)
-
-
 def test_a_solution_is_folded_with_what_it_prints() -> None:
     """An exercise is not solved by its own page."""
     for path in SITE.glob("auto_recipes/00_tutorial/plot_*.html"):

@@ -228,3 +228,20 @@ def test_a_root_that_could_mean_two_containers_is_an_error(
     torchlift.load(model, given, **chosen)
     assert torch.equal(model.x, torch.ones(2))
     assert torch.equal(model.y, torch.ones(2))
+
+
+class _Unknown:
+    """What no reader of plain data makes."""
+
+
+def test_a_name_that_is_a_tuple_is_told_as_python_tells_it(tmp_path) -> None:
+    """The address of what stands for a dtype or a class would be another one each time."""
+    names = [(torch.half, 1), (_Unknown,), ((torch.int8,), "a")]
+    torch.save({name: torch.ones(1) for name in names}, tmp_path / "a.pt")
+    ckpt = torchlift.open(tmp_path / "a.pt")
+    assert list(ckpt) == ["(torch.float16, 1)", f"({__name__}._Unknown,)", "((torch.int8,), 'a')"]
+    with pytest.raises(UnsafeError, match=f"found {__name__}._Unknown"):
+        ckpt.tree()
+    torch.save({(torch.ones(1), 1): 3}, tmp_path / "a.pt")
+    with pytest.raises(torchlift.FormatError, match="cannot be part of a tensor's name"):
+        torchlift.open(tmp_path / "a.pt")

@@ -124,3 +124,14 @@ def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: 
     torchlift.load(model, saved({"b": torch.ones(4, 2)}, tmp_path), mode=mode, source=source)
     assert model.b is model.a
     assert model.a.eq(1).all()
+
+
+def test_missing_parameters_over_one_memory_are_constructed_as_one() -> None:
+    """Both have the values of the constructor."""
+    model = torchlift.skeleton(lambda: nn.Sequential(aliased(), nn.Linear(2, 2)))
+    report = torchlift.load(model, nn.Linear(2, 2).state_dict(prefix="1."), allow_missing=["0.*"])
+    assert report.replayed == ["0.one.weight", "0.two.weight"]
+    one, two = model[0]["one"].weight, model[0]["two"].weight
+    assert one is not two
+    assert one.data_ptr() == two.data_ptr()
+    assert one.abs().sum() > 0

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchlift
-from torchlift import remap
 from torchlift._model.names import bare_name
 from torchlift.errors import MismatchError
 
@@ -177,20 +176,6 @@ def test_callables_get_the_names_of_the_report(name, given, lacking, tmp_path):
         found = {bare_name(k): v for k, v in model.state_dict().items()}
         assert found["0.weight"].dtype == torch.bfloat16
         assert torch.equal(found["1.bias"], state["1.bias"] + 1)
-
-
-@pytest.mark.parametrize("name", ["compiled", "child", "compiled-parallel"])
-def test_rules_of_remap_are_written_from_the_report(name: str) -> None:
-    """A prefix of a wrapper matches nothing, so it is refused."""
-    state, model = two().state_dict(), wrap_two(name)
-    rule = remap.by_key({"0": "bfloat16", "1.bias": "float64"})
-    report = torchlift.load(model, state, dtype=rule)
-    dtypes = {name: one.dtype for name, one in report.loaded.items()}
-    assert dtypes == dict(zip(NAMES, ["bfloat16", "bfloat16", "float32", "float64"], strict=True))
-    for prefix in ("_orig_mod.0", "module.0", "_checkpoint_wrapped_module"):
-        with pytest.raises(torchlift.PlacementError) as caught:
-            torchlift.load(model, state, device=remap.by_key({prefix: "cpu"}))
-        assert caught.value.entry == prefix
 
 
 def test_a_child_with_the_name_of_a_wrapper_keeps_it() -> None:

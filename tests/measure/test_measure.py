@@ -177,3 +177,18 @@ def test_a_function_in_a_child_can_mark_its_timeline() -> None:
     assert 30 * MIB < block.anonymous - start.anonymous < 40 * MIB
     with pytest.raises(RuntimeError, match="called in a memory"):
         measure.mark("nothing is measured")
+
+
+def test_a_block_can_be_entered_only_once() -> None:
+    """Entering a second time would mix two measurements; it says so."""
+    use = measure.memory()
+    with use:
+        pass
+    with pytest.raises(RuntimeError, match="entered only once"), use:
+        pass
+
+
+def test_an_interval_that_makes_no_sense_is_refused() -> None:
+    """The message names the value."""
+    with pytest.raises(ValueError, match="positive seconds, not 0"):
+        measure.memory(interval=0)

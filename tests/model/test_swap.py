@@ -30,16 +30,6 @@ class Aliased(nn.Module):
         self.register_buffer("alias", parameter.detach())
 
 
-class Selfish(torch.Tensor):
-    """A class that returns the tensor itself when it is loaded."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.module_load:
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def thousand() -> nn.ParameterList:
     """A module of 1,000 parameters."""
     return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1000)])
@@ -89,19 +79,6 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
     assert set(torchlift.load(model, path, mode="swap").mode.values()) == {"swap"}
     assert all(parameter.eq(-1).all() for parameter in model)
     assert optimizer.param_groups[0]["params"][777] is model[777]
-
-
-def test_a_class_that_returns_its_own_input_is_refused_with_a_way_out(tmp_path):
-    """Exchanged with itself, a tensor would keep its old values without a word."""
-    model = Two()
-    model.b = nn.Parameter(torch.zeros(2, 3).as_subclass(Selfish))
-    path = saved({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, tmp_path)
-    with pytest.raises(PlacementError, match="module_load of Selfish must return a new") as caught:
-        torchlift.load(model, path, mode="swap")
-    assert caught.value.entry == "b"
-    assert not model.a.any()
-    torchlift.load(model, path, mode="copy")
-    assert model.b.eq(1).all()
 
 
 def trained() -> nn.Module:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from same_model import all_tensors
+from same_model import all_tensors, scrambled
 from small_models import saved, unchanged
 from torch import nn
+from torch.nn.utils import weight_norm as old_weight_norm
 
 import torchlift
 
@@ -99,3 +100,16 @@ def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> No
     assert model[0].weight.shape == (4, 3)
     assert model[0].weight.device.type == "cpu"
     assert (model[2].bias == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@live_or_not
+def test_the_old_weight_norm_computes_its_weight_from_what_was_loaded(live, tmp_path):
+    """The weight that it keeps as a plain attribute follows at the next forward pass."""
+    wanted = scrambled(old_weight_norm(nn.Linear(3, 4)))
+    model = target(lambda: old_weight_norm(nn.Linear(3, 4)), live)
+    torchlift.load(model, saved(wanted.state_dict(), tmp_path))
+    inputs = torch.randn(2, 3)
+    assert torch.equal(model(inputs), wanted(inputs))
+    model(inputs).sum().backward()
+    assert model.weight_v.grad is not None
