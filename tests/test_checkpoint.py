@@ -220,7 +220,7 @@ MANY: dict[str, Callable[[Path], Any]] = {
     "diff": lambda path: torchlift.diff(path, path),
     "digest": torchlift.digest,
     "verify": torchlift.verify,
-    "stats": lambda path: [torchlift.open(path).stats(f"w{i}") for i in range(150)],
+    "stats": lambda path: [ckpt.stats(key) for ckpt in [torchlift.open(path)] for key in ckpt],
 }
 
 
@@ -375,39 +375,25 @@ def test_a_checkpoint_without_a_path_says_why_it_cannot_travel(nested):
         pickle.dumps(closed)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "moved"])
-def test_errors_about_a_file_object_name_what_was_passed(tmp_path, nested, kind):
-    """Its name or its class, in whatever a caller gets to see, and never a temporary copy."""
-    content, moved = nested.read_bytes(), tmp_path / "moved.pt"
-    shown = str(moved) if kind == "moved" else "<BytesIO>"
-
-    def given(content: bytes) -> Any:
-        if kind == "bytes":
-            return io.BytesIO(content)
-        moved.write_bytes(b"before" + content)
-        file = stack.enter_context(moved.open("rb"))
-        file.seek(6)
-        return file
-
+def test_errors_about_a_file_object_name_what_was_passed(tmp_path, nested):
+    """Its class, in whatever a caller gets to see, and never a temporary copy."""
+    content = nested.read_bytes()
     flip(nested, "model.layer.weight")
-    flipped, index = nested.read_bytes(), b'{"weight_map": {"a": "a.safetensors"}}'
+    flipped = nested.read_bytes()
     acts: list[Callable[[], object]] = [
-        lambda: torchlift.open(given(b"junk")),
-        lambda: torchlift.open(given(content[:-100])),
-        lambda: torchlift.open(given(index)),
-        lambda: torchlift.open(given(content), root="none"),
+        lambda: torchlift.open(io.BytesIO(content[:-100])),
+        lambda: torchlift.open(io.BytesIO(content), root="none"),
         lambda: ckpt.tree("none"),
-        lambda: torchlift.load(nn.Linear(3, 2), given(content)),
-        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt"),
-        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt", dtype="float16"),
+        lambda: torchlift.load(nn.Linear(3, 2), io.BytesIO(content)),
+        lambda: torchlift.convert(io.BytesIO(flipped), tmp_path / "new.pt"),
+        lambda: torchlift.convert(io.BytesIO(flipped), tmp_path / "new.pt", dtype="float16"),
     ]
-    with ExitStack() as stack:
-        ckpt = stack.enter_context(torchlift.open(given(content)))
-        assert str(ckpt).startswith(shown)
+    with torchlift.open(io.BytesIO(content)) as ckpt:
+        assert str(ckpt).startswith("<BytesIO>")
         for act in acts:
             with pytest.raises(CheckpointError) as caught:
                 act()
-            assert caught.value.file == shown, repr(caught.value)
+            assert caught.value.file == "<BytesIO>", repr(caught.value)
             assert os.path.join(tempfile.gettempdir(), "tmp") not in str(caught.value)
 
 

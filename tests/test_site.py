@@ -415,22 +415,6 @@ def test_gallery_is_filtered_from_the_keyboard(browser: Browser, address: str) -
     assert browser.run(f"{shown}.length") == everything
 
 
-def test_copy_gives_the_code_and_outputs_have_no_button(browser: Browser, address: str) -> None:
-    """Also inside of a folded cell; what is copied is the code alone."""
-    browser.call(
-        "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
-    )
-    browser.show(1280, "light")
-    browser.open(address + KINDS["recipe"])
-    assert browser.run("document.querySelectorAll('.sphx-glr-script-out .copybtn').length") == 0
-    assert browser.run("document.querySelectorAll('details.tl-fold .copybtn').length") >= 1
-    browser.run("document.querySelector('.copybtn').click()")
-    browser.wait_for("document.querySelector('.copybtn.success')")
-    copied = browser.run("navigator.clipboard.readText()")
-    assert "import torchlift" in copied
-    assert ">>>" not in copied
-
-
 @pytest.mark.parametrize("place", [0, 1], ids=["one process", "two ranks"])
 def test_a_picture_is_told_step_by_step(place: int, browser: Browser, address: str) -> None:
     """By its buttons and by the arrow keys: text, picture and bars go along, and the page stays."""

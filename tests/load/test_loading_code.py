@@ -24,7 +24,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from zoo import same
 
 import torchlift
-from torchlift.distributed import get_model_state_dict, set_model_state_dict
 
 # ---- what a model's code may be
 
@@ -738,13 +737,6 @@ def test_wrapped_models_use_the_method_of_what_they_wrap(tmp_path: Path) -> None
     torchlift.load(one := torch.compile(Permuting(), backend="eager"), state)
     (two := torch.compile(Permuting(), backend="eager")).load_state_dict(state)
     assert same(one._orig_mod, two._orig_mod)
-
-
-def test_the_distributed_functions_call_it_as_torch_s_do() -> None:
-    """What `get_model_state_dict` gives, `set_model_state_dict` takes back."""
-    right, model = Permuting(), Permuting()
-    set_model_state_dict(model, get_model_state_dict(right))
-    assert same(model, right)
 
 
 def test_a_copy_that_code_makes_of_a_module_has_no_part_in_the_load() -> None:

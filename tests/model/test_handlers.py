@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from in_code import in_code
 from int8_weights import Int8, load_int8, quantise_linear, registered
 from small_models import Two, saved, unchanged
 from torch import nn
@@ -124,29 +123,6 @@ def test_torch_asks_the_same_handlers(path):
             assert torch.equal(plain[0].weight, int8[0].weight.dequantised())
             again.load_state_dict(int8.state_dict(), assign=assign)
             assert_quantised(again, path)
-
-
-def test_the_full_precision_model_is_never_in_memory(tmp_path):
-    """256 MiB of floats become 64 MiB of int8, one tensor of 16 MiB at a time."""
-    path = tmp_path / "wide.pt"
-    torch.save({f"{i}.weight": torch.ones(2048, 2048) for i in range(16)}, path)
-    code = """
-with registered():
-    torchlift.load(model, args[0], source=args[1])
-result = sum(type(layer.weight).__name__ == "Int8" for layer in model)
-"""
-    setup = """
-import torch, torchlift
-from int8_weights import quantise_linear, registered
-def build():
-    return torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)])
-model = quantise_linear(torchlift.skeleton(build))
-torch.ones(2048, 2048).abs().amax(1)
-"""
-    for source in ("mmap", "read"):
-        child = in_code(code, str(path), source, setup=setup)
-        assert child.value == 16
-        assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
 
 
 class Base(torch.Tensor):

@@ -30,9 +30,9 @@ class Aliased(nn.Module):
         self.register_buffer("alias", parameter.detach())
 
 
-def thousand() -> nn.ParameterList:
-    """A module of 1,000 parameters."""
-    return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1000)])
+def hundred() -> nn.ParameterList:
+    """A module of 100 parameters."""
+    return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(100)])
 
 
 WEAK, SHARED = "a weak reference to it exists", "another tensor shares its memory"
@@ -55,20 +55,20 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp_path, hold):
+def test_one_held_parameter_among_a_hundred_leaves_all_of_them_as_they_were(tmp_path, hold):
     """The error names the key, the reason, a tensor that holds it and the way out."""
-    model = thousand()
+    model = hundred()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    path = saved({f"{i}": torch.full((2,), -1.0) for i in range(1000)}, tmp_path)
+    path = saved({f"{i}": torch.full((2,), -1.0) for i in range(100)}, tmp_path)
     take, reason, holders = HOLDERS[hold]
-    held = Average(take(model[777]))
+    held = Average(take(model[77]))
     (blocker,) = swap.preflight(model)
-    assert blocker == swap.Blocker("777", reason, holders)
+    assert blocker == swap.Blocker("77", reason, holders)
     assert blocker.kinds == {Hold(reason)}
     with unchanged(model), pytest.raises(PlacementError) as caught:
         torchlift.load(model, path, mode="swap")
     assert str(caught.value) == (
-        f"'777': cannot be swapped: {reason}. Nothing was changed"
+        f"'77': cannot be swapped: {reason}. Nothing was changed"
         + "".join(f"; found held by {holder}" for holder in holders)
         + ". "
         'Release the holders, which swap.preflight lists. Or pass mode="auto", which copies in '
@@ -78,7 +78,7 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
     assert swap.preflight(model) == []
     assert set(torchlift.load(model, path, mode="swap").mode.values()) == {"swap"}
     assert all(parameter.eq(-1).all() for parameter in model)
-    assert optimizer.param_groups[0]["params"][777] is model[777]
+    assert optimizer.param_groups[0]["params"][77] is model[77]
 
 
 def trained() -> nn.Module:

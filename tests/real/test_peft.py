@@ -112,8 +112,9 @@ PARTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["default", "other"])
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "default") for kind in PARTS), ("both", "other")]
+)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_every_value_of_an_adapter_is_loaded_as_peft_loads_it(kind, name, tmp_path):
     """Biases, whole modules and both, with a base and alone: PEFT's loader has the same values."""

@@ -59,22 +59,6 @@ def a_checkpoint_loads_as_create_model_does(name: str, path: Path) -> None:
             same(model, expected)
 
 
-def another_head_is_made_as_timm_makes_it(name: str, path: Path) -> None:
-    torch.save(made(name, 1).state_dict(), path / "x.pth")
-    plain = made(name, 4, num_classes=3)
-    torch.manual_seed(4)  # before: a constructor that seeds torch cannot be replayed
-    model = torchlift.skeleton(timm.create_model, name, **{**MODELS[name], "num_classes": 3})
-    heads = [key for key in plain.state_dict() if plain.state_dict()[key].shape[:1] == (3,)]
-    torch.manual_seed(4)
-    report = torchlift.load(
-        model, path / "x.pth", ignore_mismatched=True, allow_missing=[f"{key}*" for key in heads]
-    )
-    assert set(report.mismatched) <= set(heads), report.mismatched
-    body = {key: v for key, v in torch.load(path / "x.pth").items() if key not in report.mismatched}
-    for key, value in body.items():
-        assert torch.equal(model.state_dict()[key], value), key
-
-
 def a_skeleton_replays_what_create_model_makes(name: str, path: Path) -> None:
     expected = made(name, 7)
     torch.manual_seed(7)
@@ -86,7 +70,6 @@ def a_skeleton_replays_what_create_model_makes(name: str, path: Path) -> None:
 
 CHECKS = (
     a_checkpoint_loads_as_create_model_does,
-    another_head_is_made_as_timm_makes_it,
     a_skeleton_replays_what_create_model_makes,
 )
 
