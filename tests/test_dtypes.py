@@ -6,8 +6,7 @@ and some of them in memory only. An error of torch itself is never the answer.
 
 from __future__ import annotations
 
-import tempfile
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from torch import nn
 from zoo import same
 
 import torchlift
-from torchlift.distributed import (
-    StateDictOptions,
-    get_model_state_dict,
-    on_ranks,
-    set_model_state_dict,
-)
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED
 
@@ -159,58 +152,6 @@ def test_one_storage_may_hold_several_dtypes(tmp_path: Path) -> None:
         places = {value.untyped_storage().data_ptr() for value in found.values()}
         assert len(places) == 1
         assert torchlift.diff(tmp_path / "x.pt", state).equal
-
-
-def _pass_doors_of_a_mesh(names: list[str], folder: str) -> list[str]:
-    """Return the names of the dtypes that a door changed on this rank, with the door."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh, wrong = init_device_mesh("cpu", (2,)), list[str]()
-    full = StateDictOptions(full_state_dict=True)
-    for name, at in product(names, (Shard(0), Shard(1), Replicate())):
-        whole = local = tensor_of(name)
-        if isinstance(at, Shard):
-            local = whole.chunk(2, at.dim)[mesh.get_rank()].contiguous()
-
-        def holder(values: torch.Tensor, whole: torch.Tensor = whole, at: Any = at) -> Holder:
-            layout = {"shape": whole.shape, "stride": whole.stride()}
-            return Holder(DTensor.from_local(values, mesh, [at], run_check=False, **layout))
-
-        zeros = torch.zeros_like(local.view(torch.uint8)).view(local.dtype)
-        resumed, read, placed, taken = (holder(zeros.clone()) for _ in range(4))
-        path, model = f"{folder}/{name}-{at}", holder(local)
-        state = {"w": model.w}
-        torchlift.save(state, f"{path}.dcp", format="dcp")
-        torchlift.save(state, f"{path}.pt")
-        with torchlift.Keeper(f"{path}-run", background=False) as keeper:
-            keeper.save(1, model=model)
-            keeper.resume(model=resumed)
-        torchlift.load(read, f"{path}.dcp")
-        set_model_state_dict(placed, state)
-        set_model_state_dict(taken, {"w": whole}, options=full)
-        doors = {
-            "digest": torchlift.digest(state) == torchlift.digest({"w": whole}),
-            "dcp": same(torchlift.open(f"{path}.dcp")["w"], whole),
-            "pt": same(torchlift.open(f"{path}.pt")["w"], whole),
-            "full": same(get_model_state_dict(model, options=full)["w"], whole),
-            "filled": all(same(m.w.to_local(), local) for m in (resumed, read, placed, taken)),
-        }
-        wrong += [f"{name} {at} {door}" for door, is_right in doors.items() if not is_right]
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["float32", "int16", "uint64", "float8_e4m3fn"],
-        pytest.param(PLAIN, marks=pytest.mark.slow, id="all"),
-    ],
-)
-def test_each_dtype_passes_the_doors_of_a_mesh(names: list[str]) -> None:
-    """Gloo refuses float8, int16 and unsigned numbers. Their bytes are sent as another dtype."""
-    with tempfile.TemporaryDirectory() as folder:
-        assert on_ranks(2, _pass_doors_of_a_mesh, names, folder) == [[], []]
 
 
 def test_packed_numbers_are_not_cast(tmp_path: Path) -> None:
