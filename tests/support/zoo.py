@@ -61,14 +61,6 @@ class Stated(nn.Module):
         self.extra = state
 
 
-class Scalar(nn.Module):
-    """A parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor(1.0))
-
-
 class Holder(nn.Module):
     """Any tensors, by name: floating-point ones as parameters, others as buffers."""
 
