@@ -432,6 +432,10 @@ CASES: dict[str, Case] = {
     "prepares a buffer": Case(
         lambda: hooked(weighted(), prepares_a_buffer), {"weight": FIVES}, on_meta=False
     ),
+    "integers": Case(
+        lambda: nn.Sequential(Versioned()), {"0.weight": torch.arange(3), "0.offset": FIVES},
+        on_meta=None,
+    ),
     "old weight_norm": Case(lambda: weight_norm(nn.Linear(3, 4)), _old_weight_norm()),
     "old batch norm": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(3)),
