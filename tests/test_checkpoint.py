@@ -10,7 +10,6 @@ import pickle
 import resource
 import struct
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,13 +22,12 @@ from checkpoint_files import Call, tensor, write_safetensors, write_zip
 from damaged_files import damage, flip
 from int8_weights import Int8
 from safetensors.torch import save_file
-from small_models import Mixed, saved, tensors_of
+from small_models import saved
 from torch import nn
 from zoo import same
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
-from torchlift.measure import in_child
 
 
 @pytest.fixture
@@ -79,40 +77,32 @@ def test_what_a_checkpoint_says_cannot_be_changed(nested, attribute):
         ckpt["model.layer.bias"] = torch.ones(2)
 
 
-def test_a_missing_key_offers_near_ones(nested):
-    """A typo gets the names that it may have meant."""
-    ckpt = torchlift.open(nested)
-    with pytest.raises(KeyError, match=r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"):
-        ckpt["model.layer.wieght"]
-    with pytest.raises(KeyError, match=r"^'zzz'$"):
-        ckpt["zzz"]
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("model.layer.wieght", r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"),
+        ("zzz", r"^'zzz'$"),
+        ("model", r"^'model' is a container. Use ckpt.tree\('model'\)$"),
+        ("epoch", r"^'epoch' is not a tensor. Use ckpt.objects\['epoch'\]$"),
+    ],
+)
+def test_a_key_that_is_no_tensor_is_named_for_what_it_is(nested, key, says):
+    """A typo gets a near name. A container and a plain value have another way."""
+    with pytest.raises(KeyError, match=says):
+        torchlift.open(nested)[key]
 
 
-def test_a_key_of_another_kind_is_named_for_what_it_is(nested):
-    """The error says how to get a container and a plain value."""
-    ckpt = torchlift.open(nested)
-    with pytest.raises(KeyError, match=r"^'model' is a container. Use ckpt.tree\('model'\)$"):
-        ckpt["model"]
-    with pytest.raises(KeyError, match=r"^'epoch' is not a tensor. Use ckpt.objects\['epoch'\]$"):
-        ckpt["epoch"]
-    with pytest.raises(KeyError, match=r"^'zzz'$"):
-        ckpt.objects["zzz"]
-
-
-def test_root_that_is_not_there_lists_what_is(nested):
-    """An unknown container is an error that names the containers of the file."""
-    with pytest.raises(FormatError) as caught:
-        torchlift.open(nested, root="modle")
-    assert str(caught.value) == (
-        f"{nested}: 'modle': the checkpoint does not contain this container; "
-        "found at the top: epoch, model, optimizer. Did you mean 'model'?"
-    )
-
-
-@pytest.mark.parametrize("root", ["epoch", "model.layer.bias"])
-def test_root_that_is_no_container_is_called_so(nested, root):
-    """A tensor or an object holds no keys."""
-    with pytest.raises(FormatError, match=f"{root!r}: this key is a value, not a contai"):
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("modle", "does not contain this container; found at the top: epoch, .*mean 'model'"),
+        ("epoch", "this key is a value, not a contai"),
+        ("model.layer.bias", "this key is a value, not a contai"),
+    ],
+)
+def test_a_root_that_is_no_container_is_called_so(nested, root, says):
+    """A tensor or an object holds no keys, and an unknown name gets those that there are."""
+    with pytest.raises(FormatError, match=f"{root!r}: .*{says}"):
         torchlift.open(nested, root=root)
 
 
@@ -230,7 +220,7 @@ MANY: dict[str, Callable[[Path], Any]] = {
     "diff": lambda path: torchlift.diff(path, path),
     "digest": torchlift.digest,
     "verify": torchlift.verify,
-    "stats": lambda path: [torchlift.open(path).stats(f"w{i}") for i in range(150)],
+    "stats": lambda path: [ckpt.stats(key) for ckpt in [torchlift.open(path)] for key in ckpt],
 }
 
 
@@ -281,13 +271,6 @@ def test_a_file_that_is_not_the_one_that_was_opened_is_refused(tmp_path, how):
     assert str(path) in str(caught.value)
 
 
-def test_a_device_tag_is_information_only(tmp_path):
-    """A tensor that was saved on cuda:3 comes out on the CPU."""
-    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", {"w": tensor(location="cuda:3")}))
-    assert ckpt.entries["w"].location == "cuda:3"
-    assert ckpt["w"].device.type == "cpu"
-
-
 @pytest.mark.parametrize("pad", range(8))
 def test_a_misaligned_storage_comes_out_aligned(tmp_path, pad):
     """A header of any length before the data gives a tensor with the right values and address."""
@@ -314,16 +297,6 @@ def test_what_would_run_code_is_listed_and_refused(tmp_path):
     assert "root= for a part" in str(e.value)
     assert list(ckpt.state_dict()) == ["w"]
     assert not witness.exists()
-
-
-def test_a_file_larger_than_memory_can_be_opened_and_looked_at(tmp_path):
-    """Nothing is reserved for what is only mapped."""
-    numel = 1 << 36
-    header = {"w": {"dtype": "U8", "shape": [numel], "data_offsets": [0, numel]}}
-    path = write_safetensors(tmp_path / "m.safetensors", header)
-    os.truncate(path, path.stat().st_size + numel)
-    with torchlift.open(path) as ckpt:
-        assert ckpt["w"][-1].item() == 0
 
 
 def facts_of(ckpt: torchlift.Checkpoint) -> tuple[object, ...]:
@@ -359,12 +332,6 @@ def test_a_checkpoint_travels_as_its_path_and_is_opened_again(layout, monkeypatc
     assert facts_of(pickle.loads(sent)) == facts_of(ckpt)
     assert facts_of(copy.deepcopy(ckpt)) == facts_of(ckpt)
     assert len(sent) < 1000
-
-
-def test_a_spawned_process_gets_a_checkpoint(layout):
-    """A worker of a data loader, and any other process that is not forked."""
-    ckpt = torchlift.open(layout, root="model")
-    assert in_child(facts_of, ckpt).value == facts_of(ckpt)
 
 
 def test_classes_that_were_allowed_travel_with_a_checkpoint(tmp_path):
@@ -408,51 +375,26 @@ def test_a_checkpoint_without_a_path_says_why_it_cannot_travel(nested):
         pickle.dumps(closed)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "moved"])
-def test_errors_about_a_file_object_name_what_was_passed(tmp_path, nested, kind):
-    """Its name or its class, in whatever a caller gets to see, and never a temporary copy."""
-    content, moved = nested.read_bytes(), tmp_path / "moved.pt"
-    shown = str(moved) if kind == "moved" else "<BytesIO>"
-
-    def given(content: bytes) -> Any:
-        if kind == "bytes":
-            return io.BytesIO(content)
-        moved.write_bytes(b"before" + content)
-        file = stack.enter_context(moved.open("rb"))
-        file.seek(6)
-        return file
-
+def test_errors_about_a_file_object_name_what_was_passed(tmp_path, nested):
+    """Its class, in whatever a caller gets to see, and never a temporary copy."""
+    content = nested.read_bytes()
     flip(nested, "model.layer.weight")
-    flipped, index = nested.read_bytes(), b'{"weight_map": {"a": "a.safetensors"}}'
+    flipped = nested.read_bytes()
     acts: list[Callable[[], object]] = [
-        lambda: torchlift.open(given(b"junk")),
-        lambda: torchlift.open(given(content[:-100])),
-        lambda: torchlift.open(given(index)),
-        lambda: torchlift.open(given(content), root="none"),
+        lambda: torchlift.open(io.BytesIO(content[:-100])),
+        lambda: torchlift.open(io.BytesIO(content), root="none"),
         lambda: ckpt.tree("none"),
-        lambda: torchlift.load(nn.Linear(3, 2), given(content)),
-        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt"),
-        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt", dtype="float16"),
+        lambda: torchlift.load(nn.Linear(3, 2), io.BytesIO(content)),
+        lambda: torchlift.convert(io.BytesIO(flipped), tmp_path / "new.pt"),
+        lambda: torchlift.convert(io.BytesIO(flipped), tmp_path / "new.pt", dtype="float16"),
     ]
-    with ExitStack() as stack:
-        ckpt = stack.enter_context(torchlift.open(given(content)))
-        assert str(ckpt).startswith(shown)
+    with torchlift.open(io.BytesIO(content)) as ckpt:
+        assert str(ckpt).startswith("<BytesIO>")
         for act in acts:
             with pytest.raises(CheckpointError) as caught:
                 act()
-            assert caught.value.file == shown, repr(caught.value)
+            assert caught.value.file == "<BytesIO>", repr(caught.value)
             assert os.path.join(tempfile.gettempdir(), "tmp") not in str(caught.value)
-
-
-def test_a_stored_record_that_a_zip_tool_rewrote_still_reads(tmp_path):
-    """Storages that lost torch's alignment are read all the same."""
-    path = saved(tensors_of(Mixed()), tmp_path)
-    moved = tmp_path / "moved.pt"
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(moved, "w") as new:
-        for info in old.infolist():
-            new.writestr(info.filename, old.read(info))
-    ckpt = torchlift.open(moved)
-    assert all(same(ckpt[key], value) for key, value in torch.load(path).items())
 
 
 @pytest.mark.parametrize("change", ["hard link", "chmod", "rename and back"])

@@ -65,22 +65,6 @@ def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: str) -
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["meta.pt"]
 
 
-def test_the_ways_out_of_a_tensor_on_meta_work(tmp_path: Path) -> None:
-    """Load the model first, or leave the tensor out."""
-    state = on_meta("some")
-    torch.save(state, tmp_path / "meta.pt")
-    for given in (state, torchlift.open(tmp_path / "meta.pt")):
-        without = {key: value for key, value in given.items() if not value.is_meta}
-        assert torchlift.diff(without, {"v": torch.ones(2)}).equal
-        assert torchlift.digest(without) == torchlift.digest({"v": torch.ones(2)})
-    model = torchlift.skeleton(nn.Linear, 3, 2)
-    with pytest.raises(PlacementError):
-        torchlift.save(model, tmp_path / "model.pt")
-    torchlift.load(model, nn.Linear(3, 2).state_dict())
-    torchlift.save(model, tmp_path / "model.pt")
-    assert torchlift.diff(tmp_path / "model.pt", model.state_dict()).equal
-
-
 # ---- defaults
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import notebooks
 import pytest
+import recipe_workers
 from forked import run
 from rules import each
 from sphinx_gallery.py_source_parser import Block, split_code_and_text_blocks
@@ -73,7 +74,7 @@ def test_code_is_at_most_80_columns_wide(script: Path) -> None:
     assert [line for line in lines if len(line) > 80] == []
 
 
-@each_recipe
+@each_page
 def test_the_figure_has_a_caption(script: Path) -> None:
     """A paragraph in italics without other markup: it becomes the text for who cannot see."""
     blocks = blocks_of(script)
@@ -94,3 +95,11 @@ def test_a_table_has_a_plain_form_that_is_compared(script: Path) -> None:
     plain = [data["text/plain"] for data in shown if "<table" in data.get("text/html", "")]
     assert [text for text in plain if " object at 0x" in text] == []
     assert ("_repr_html_" not in script.read_text(encoding="utf-8")) or plain
+
+
+@each_page
+def test_a_cell_that_prints_seconds_is_executed_alone(script: Path) -> None:
+    """Work in the other process would make the numbers on the page larger."""
+    text = script.read_text(encoding="utf-8")
+    printed = [cell for cell in code_of(script) if re.search(r"f\} s\b", cell)]
+    assert all(recipe_workers.measures_seconds(text, cell) for cell in printed)

@@ -42,23 +42,10 @@ def test_tests_run_against_the_built_wheel() -> None:
     }
 
 
-def test_version_is_the_distribution_s() -> None:
-    """One fact in one place: the package."""
-    assert torchlift.__version__ == metadata.version("torchlift")
-
-
 def test_import_is_cheap() -> None:
     """A name loads what it needs when it is first used; the import alone loads no torch."""
     code = "import sys, torchlift; dir(torchlift); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_public_names_resolve_and_are_listed_once() -> None:
-    """``__all__`` and ``dir()`` name the same things, and each can be had."""
-    assert len(set(torchlift.__all__)) == len(torchlift.__all__)
-    assert set(torchlift.__all__) <= set(dir(torchlift))
-    for name in torchlift.__all__:
-        assert getattr(torchlift, name) is not None
 
 
 def test_a_star_import_leaves_open_alone() -> None:
@@ -91,27 +78,16 @@ def test_keywords_of_other_loaders_are_answered_with_ours(
         getattr(torchlift, call)(None, "x.pt", **words)
 
 
-def test_no_public_name_loads_a_framework() -> None:
-    """Only a module of ``torchlift.integrations`` that a program names does."""
-    code = (
-        "import sys, torchlift, torchlift.integrations\n"
-        "for name in torchlift.__all__:\n"
-        "    getattr(torchlift, name)\n"
-        "frameworks = {'accelerate', 'lightning_fabric', 'torchtitan', 'transformers', 'vllm'}\n"
-        "sys.exit(str(frameworks & set(sys.modules)) if frameworks & set(sys.modules) else 0)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_a_name_imports_no_more_than_it_needs() -> None:
-    """Beside torch itself. What DCP calls has DCP's classes as bases, which takes a second."""
+    """Beside torch itself: no framework, and not DCP, whose classes are bases of two names."""
     bases = ("CheckpointReader", "CheckpointWriter")
     code = (
-        "import sys, torch, torchlift\n"
+        "import sys, torch, torchlift, torchlift.integrations\n"
         "for room in (torchlift, torchlift.distributed):\n"
         f"    for name in set(dir(room)) - {set(bases)}:\n"
         "        getattr(room, name)\n"
         "costly = {'sympy', 'torch._dynamo', 'torch.distributed.checkpoint', 'numpy.testing'}\n"
+        "costly |= {'accelerate', 'lightning_fabric', 'torchtitan', 'transformers', 'vllm'}\n"
         "sys.exit(str(costly & set(sys.modules)) if costly & set(sys.modules) else 0)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import measured_pages
 import notebooks
 import pytest
 import torch
+from forked import run
 from torch import nn
 
 import torchlift
@@ -122,15 +121,15 @@ def test_table_and_picture_tell_of_one_size() -> None:
     assert [round(copy) for copy in copies] == [2, 1, 1, 0, 0]
 
 
-def test_the_eight_lines_run_as_they_stand(tmp_path: Path) -> None:
+def test_the_eight_lines_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight statements, in an empty folder, with warnings as errors."""
     text = EIGHT_LINES.read_text(encoding="utf-8")
     code = [line for line in text.splitlines() if line.strip()]
     assert len(code) == 8
-    command = [sys.executable, "-W", "error", "-c", text]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "loaded 2 tensors, 64.0 MiB" in run.stdout
+    monkeypatch.chdir(tmp_path)
+    done = run(text, env={"PYTHONWARNINGS": "error"})
+    assert done.returncode == 0, done.stderr
+    assert "loaded 2 tensors, 64.0 MiB" in done.stdout
 
 
 @pytest.mark.parametrize("recipe", frameworks.JOBS)

@@ -25,7 +25,7 @@ def stats(path, key="w") -> TensorStats:
         return ckpt.stats(key)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(values=st.lists(FLOATS, max_size=9), repeat=st.sampled_from([1, 60_000]))
 def test_they_are_those_of_numpy_over_the_finite_values(tmp_path_factory, values, repeat) -> None:
     """Of one block or of several; NaN and infinities are counted, not taken in."""

@@ -54,17 +54,6 @@ def test_the_last_page_leads_to_recipes_that_exist() -> None:
     assert set(named) <= {title_of(script) for script in notebooks.scripts()}
 
 
-@each_page
-def test_a_page_draws_one_figure_with_a_caption(page: Path) -> None:
-    """A paragraph in italics without other markup: the text for who cannot see it."""
-    (after,) = (
-        following
-        for block, following in itertools.pairwise(blocks_of(page))
-        if block.type == "code" and "plt.show()" in block.content
-    )
-    assert re.fullmatch(r"\*[^*`]+\*", after.content.strip().split("\n\n")[0])
-
-
 def definitions(page: Path) -> dict[str, str]:
     """The classes of a page, and the functions outside of them, as their code."""
     tree = ast.parse(page.read_text(encoding="utf-8"))

@@ -35,9 +35,7 @@ def odd() -> dict[str, torch.Tensor]:
 
 def write(state: dict[str, torch.Tensor], folder: Path, kind: str) -> Path:
     path = folder / kind
-    if kind == "legacy":
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    elif kind.endswith(".npz"):
+    if kind.endswith(".npz"):
         np.savez(path, **{key: value.numpy() for key, value in state.items()})
     else:
         torchlift.save(state, path, format="dcp" if kind == "dcp" else None)
@@ -47,9 +45,7 @@ def write(state: dict[str, torch.Tensor], folder: Path, kind: str) -> Path:
 FILES: dict[str, Callable[[Path], Path]] = {
     "torch file": lambda folder: write(base(), folder, "a.pt"),
     "odd tensors": lambda folder: write(odd(), folder, "a.pt"),
-    "legacy": lambda folder: write(odd(), folder, "legacy"),
     "safetensors": lambda folder: write(base(), folder, "a.safetensors"),
-    "shards": lambda folder: write(base(), folder, "a.safetensors.index.json"),
     "DCP": lambda folder: write(base(), folder, "dcp"),
     "npz": lambda folder: write(base(), folder, "a.npz"),
 }

@@ -606,7 +606,7 @@ FAULTS = [
         "_model/state.py",
         "        if name in found:\n",
         "        if name in ():\n",
-        "distributed/test_state_dict.py load/test_wrapped_names.py save/test_save.py",
+        "distributed/test_state_dict.py load/test_wrapped.py save/test_save.py",
     ),
     Fault(
         "a load writes to the module versions of the caller's state dict",
@@ -620,7 +620,7 @@ FAULTS = [
         "_model/names.py",
         "return keys if len(set(keys)) == len(set(names)) else names",
         "return keys",
-        "load/test_wrapped_names.py load/test_wrapped.py distributed/test_wrapped.py",
+        "load/test_wrapped.py distributed/test_wrapped.py",
     ),
     Fault(
         "a transform returns another layout of a DTensor, and its values go to the wrong ranks",

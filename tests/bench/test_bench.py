@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,12 @@ from generated import make_checkpoint
 import torchlift
 from torchlift import bench
 from torchlift._system.text import parse_size
-from torchlift.bench import WAYS, Comparison, Result, Way, loading
+from torchlift.bench import WAYS, Comparison, Result, Way
 from torchlift.bench.comparison import cached_bytes, drop_pages
 from torchlift.cli import main
 
 MIB = 2**20
 FORMATS = ["torch-zip", "safetensors"]
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/status"), reason="owned and mapped are told apart by /proc"
-)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -41,13 +36,6 @@ def small(tmp_path) -> Path:
     """A torch file of 1 MiB."""
     make_checkpoint(tmp_path / "small.pt", nbytes=MIB, tensors=4)
     return tmp_path / "small.pt"
-
-
-def run_in_process(way: str, path: Path, root: str | None = None, cast: str = "") -> str:
-    """Load one way in this process and give the digest."""
-    entry = next(w for w in WAYS if w.name == way)
-    job = loading.Job(str(path), root, cast=cast)
-    return loading.digest(loading.prepare(entry, job)())
 
 
 # ---- comparing
@@ -74,47 +62,6 @@ def test_a_comparison_runs_every_way_in_a_process_and_reports_it(generated) -> N
     assert json.loads(json.dumps(comparison.to_dict()))["nbytes"] == 8 * MIB
 
 
-@needs_proc
-@pytest.mark.slow
-def test_the_memory_of_each_way_is_told_apart(tmp_path) -> None:
-    """Mapping owns next to nothing, reading one copy, building and loading two."""
-    path = tmp_path / "model.pt"
-    make_checkpoint(path, nbytes=128 * MIB, tensors=16)
-    names = ["torch-build", "torch-load", "torch-mmap", "torchlift-mmap", "torchlift-read"]
-    comparison = bench.compare(path, only=names, repeat=1)
-    copies = {
-        name: result.added_anonymous[0] / (128 * MIB) for name, result in comparison.results.items()
-    }
-    assert copies["torch-build"] == pytest.approx(2, abs=0.1)
-    assert copies["torch-load"] == pytest.approx(1, abs=0.1)
-    assert copies["torch-mmap"] < 0.1
-    assert comparison.results["torchlift-mmap"].added_anonymous[0] < 20 * MIB
-    assert comparison.results["torchlift-read"].added_anonymous[0] < (128 + 64) * MIB
-
-
-def awkward_state() -> dict[str, object]:
-    """Containers, integer keys, scalars, empties, buffers, strides, a tie, clashing names."""
-    shared = torch.randn(4, 4)
-    model = {
-        "type.weight": torch.randn(3, 5), "a": torch.tensor(1.5), "training.b": torch.arange(4),
-        "tied.x": shared, "tied.y": shared, "strided": torch.randn(6, 4).t(),
-        "empty": torch.empty(0, 3), "flag": torch.tensor(True),
-        "nan": torch.tensor([float("nan"), float("inf")]), "half": torch.randn(4).bfloat16(),
-    }  # fmt: skip
-    state = {0: {"exp_avg": torch.randn(3), "step": 7}}
-    return {"model": OrderedDict(model), "optimizer": {"state": state, "lr": 0.1}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("root", [None, "model", "optimizer.state"])
-@pytest.mark.parametrize("way", ["torch-build", "torch-assign", "torch-mmap", "torchlift-mmap"])
-def test_a_file_without_its_model_is_compared_too(tmp_path, way, root) -> None:
-    """A model made up from the index takes any names, shapes, dtypes and containers."""
-    path = tmp_path / "awkward.pt"
-    torch.save(awkward_state(), path)
-    assert run_in_process(way, path, root) == run_in_process("torch-load", path, root)
-
-
 def fake(name: str, digest: str, seconds: float = 1.0, **way) -> Result:
     """A finished result of a way that does not exist."""
     return Result(Way(name, name, name, **way), [seconds], [0.0], [float("nan")], digest)
@@ -128,17 +75,6 @@ def test_a_way_that_loads_other_values_is_named() -> None:
     assert "different values loaded by: bad" in str(comparison)
     assert comparison.speedup("same") == 2.0
     assert comparison.to_dict()["results"]["same"]["bytes_per_second"] == 2e9
-
-
-@pytest.mark.parametrize(
-    ("cast", "rate", "says"), [("", None, " mapped "), ("bfloat16", 2e9, "cast to bfloat16; warm")]
-)
-def test_a_mapped_way_reports_no_rate_unless_it_casts(cast, rate, says) -> None:
-    """Megabytes per second of bytes that nobody read would mean nothing."""
-    results = {"m": fake("m", "1", 0.5, reads=False)}
-    comparison = Comparison("x.pt", "torch-zip", 1, 10**9, False, results, cast=cast)
-    assert comparison.to_dict()["results"]["m"]["bytes_per_second"] == rate
-    assert says in str(comparison)
 
 
 class Foreign:
@@ -187,20 +123,6 @@ def test_a_way_that_needs_a_missing_package_is_refused_by_name(generated, reques
         bench.compare(generated, only=["safetensors-file"])
 
 
-def load_with_torch(job):
-    """Make the call to time."""
-    return lambda: torch.load(job.path)
-
-
-def test_a_way_of_the_caller_takes_part(small) -> None:
-    """A function that returns the call to time is compared like the others."""
-    own = bench.Way("own", "my loader", load_with_torch)
-    comparison = bench.compare(small, only=["torch-load", "own"], ways=[*WAYS, own], repeat=1)
-    assert comparison.different == []
-    assert len(comparison.results["own"].seconds) == 1
-    assert "my loader" in str(comparison)
-
-
 # ---- what the machine can do, and what it has already
 
 
@@ -218,17 +140,6 @@ def test_the_cached_bytes_of_a_file_are_counted(generated) -> None:
         file.seek(4 * MIB)
         file.read(1)
     assert 0 < cached_bytes([name]) < size
-
-
-def test_a_cold_comparison_says_what_was_dropped_and_how(small) -> None:
-    """The bytes that stayed in the cache are in every row, the most of them below the table."""
-    comparison = bench.compare(small, only=["torch-load", "torchlift-read"], repeat=1, cold=True)
-    assert "page cache: after fsync and posix_fadvise(DONTNEED), " in str(comparison)
-    for row in comparison.to_dict()["results"].values():
-        assert len(row["cached"]) == 1
-    unknown = {"m": fake("m", "1")}
-    text = str(Comparison("x.pt", "torch-zip", 1, 1, True, unknown))
-    assert "what was in it then could not be counted" in text
 
 
 # ---- other libraries, a cast, a device

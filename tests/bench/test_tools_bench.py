@@ -1,39 +1,14 @@
-"""`tools/bench.py`: limits of the machine, other libraries, growth, and charts."""
+"""`tools/bench.py`: its plain readers, which are the limit of the machine."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import sys
 
 import bench
 import pytest
-import torch
-from generated import make_checkpoint
-from growth import GROWTHS, grow
 
 MIB = 2**20
-
-
-@pytest.mark.slow
-def test_the_tool_compares_peers_and_the_best_plain_reader(tmp_path, monkeypatch, capsys) -> None:
-    """The JSON has a row for each way, and names the libraries that are not installed."""
-    monkeypatch.setitem(sys.modules, "tensorizer", None)
-    monkeypatch.setattr(bench, "PLAIN_READERS", bench.PLAIN_READERS[:3])
-    path, chart = tmp_path / "small.safetensors", tmp_path / "chart.svg"
-    make_checkpoint(path, nbytes=MIB, tensors=4, format="safetensors")
-    assert bench.main([str(path), "--repeat", "2", "--json", "--plot", str(chart)]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["different"] == []
-    assert data["left_out"]["tensorizer"] == "the package tensorizer is not installed"
-    assert not [row["error"] for row in data["results"].values() if row["error"]]
-    row = data["results"]["limit-plain"]
-    assert row["readers"][row["best_reader"]] == row["seconds"]
-    assert len(row["readers"]) == 3
-    assert data["machine"]["versions"]["torch"] == torch.__version__
-    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
-    assert "<svg" in chart.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("reader", bench.PLAIN_READERS, ids=bench.name_of)
@@ -51,25 +26,3 @@ def test_a_plain_reader_reads_every_byte(tmp_path, reader) -> None:
         raise
     for area, content in zip(areas, contents.values(), strict=True):
         assert area[: len(content)] == content
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", GROWTHS)
-def test_every_way_loads_all_that_there_are(what, tmp_path) -> None:
-    """Each way is asked for as many tensors, modules or shards as were written."""
-    growth = grow(what, sizes=[3, 2], repeat=1)
-    assert growth.sizes == (2, 3)
-    ran = {way for way, sizes in growth.seconds.items() if len(sizes) == 2}
-    assert ran | set(growth.left_out) == set(GROWTHS[what][1])
-    assert len(ran) >= 3
-    for way in ran:
-        assert f"{growth.seconds[way][1][0]:.4f}" in str(growth)
-
-
-def test_a_way_that_takes_too_long_goes_no_further(monkeypatch) -> None:
-    """What it did at smaller sizes stays, and the table says where it was left out."""
-    growth = grow("modules", sizes=[2, 4], repeat=1, timeout=0.001)
-    assert all(sizes == [] for sizes in growth.seconds.values())
-    assert "not done" in growth.left_out["torchlift.skeleton, load"]
-    assert "left out: torchlift.skeleton, load: at 2 modules" in str(growth)
-    assert growth.to_dict()["exponents"]["torchlift.skeleton, load"] is None

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from zero_files import Zero
 from zoo import same
 
 import torchlift
@@ -164,16 +163,6 @@ def test_a_sharded_folder_of_accelerate_gives_both(tmp_path: Path) -> None:
         lambda model: torch.optim.AdamW(model.parameters()),
         root="model",
     )
-
-
-def test_a_folder_of_deepspeed_gives_the_model(tmp_path: Path) -> None:
-    """By the path of its step; the optimizer's state is refused."""
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    folder = Zero(2, 2, [dict(model.state_dict())]).write(tmp_path / "run")
-    torchlift.load(other, folder)
-    assert torch.equal(model.weight, other.weight)
-    with pytest.raises(FormatError, match="universal checkpoint"):
-        torchlift.load_optimizer(other, torch.optim.Adam(other.parameters()), folder)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damaged_files import flip
 from ranks import on, require_same_end
 from torch import nn
 
@@ -201,13 +202,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     trainer.fit(Noisy(), Stream())
     path = tmp_path / "x.ckpt"
     trainer.save_checkpoint(path)
-    with torchlift.open(path) as ckpt:
-        at = ckpt.entries["state_dict.net.0.weight"].chunks[0].offset
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(path, "state_dict.net.0.weight")
     with pytest.raises(IntegrityError, match="damaged"):
         trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=path)
     assert CheckpointIO(verify=False).load_checkpoint(path)["global_step"] == 1

@@ -5,7 +5,6 @@ vLLM pins another torch than the one that is tested here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -51,7 +50,7 @@ def get_model_loader(load_config):
 
 
 def test_vllm_loads_by_torchlift(tmp_path: Path) -> None:
-    """Formats, names, slices, memory, refusals; in a Python that has neither torch nor vLLM yet."""
+    """A folder, a URL, slices, refusals; in a Python that has neither torch nor vLLM yet."""
     # Those of this checkout: the tests may run beside a build from before.
     declared = (HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     match = re.search(r'entry-points."(vllm[^"]*)"\]\n(\w+) = "([^"]*)"', declared)
@@ -68,6 +67,3 @@ def test_vllm_loads_by_torchlift(tmp_path: Path) -> None:
     command = [sys.executable, HERE / "workers_vllm.py", out]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 12
-    assert not {check: trace for check, trace in found.items() if trace}

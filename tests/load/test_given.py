@@ -1,6 +1,5 @@
 """What `load` takes as a checkpoint, and what it takes for the model."""
 
-import io
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import torch
 from int8_weights import quantise_linear
 from small_models import unchanged
 from torch import nn
+from zoo import Stated
 
 import torchlift
 from torchlift._model.handlers import clone_of
@@ -72,39 +72,15 @@ def test_a_later_checkpoint_wins_and_the_report_says_which(tmp_path, live):
         torchlift.load(model, [])
 
 
-def test_a_file_object_is_read_from_where_it_stands(tmp_path):
-    """A buffer is copied to a file of its own; a file of this machine is opened by its name."""
-    buffer = io.BytesIO()
-    buffer.write(b"before")
-    torch.save(state(1), buffer)
-    buffer.seek(6)
-    model = torchlift.skeleton(build)
-    torchlift.load(model, buffer)
-    assert buffer.tell() == 6
-    assert model[1].weight.eq(1).all()
-    with torchlift.open(buffer) as ckpt:
-        kept = ckpt["0.weight"]
-    assert kept.eq(1).all()
-    torch.save(state(1), tmp_path / "model.pt")
-    with open(tmp_path / "model.pt", "rb") as file:
-        assert torchlift.open(file).path == str(tmp_path / "model.pt")
-    for wrong, says in ((3, "a path or a binary file object, not int"), (bytes(999), "io.BytesIO")):
-        with pytest.raises(TypeError, match=says) as caught:
-            torchlift.open(wrong)  # type: ignore[arg-type]
-        assert len(str(caught.value)) < 100  # the content of a file is not printed
-
-
-def test_names_that_may_be_missing_or_unexpected_keep_the_rest_strict():
-    """Patterns excuse what they name and nothing else."""
-    saved = {**state(1), "extra.a": torch.ones(1)}
-    del saved["1.bias"]
-    model = torchlift.skeleton(build)
-    report = torchlift.load(model, saved, allow_missing=["1.b*"], allow_unexpected=["extra.*"])
-    assert (report.missing_keys, report.unexpected_keys) == (["1.bias"], ["extra.a"])
-    with pytest.raises(torchlift.MismatchError, match=r"unexpected \(1\): extra.a"):
-        torchlift.load(build(), saved, allow_missing=["1.b*"])
-    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 1.bias"):
-        torchlift.load(build(), saved, allow_missing=["0.*"], allow_unexpected=["*"])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [(3, "a path or a binary file object, not int"), (bytes(999), "io.BytesIO")],
+)
+def test_what_is_neither_a_path_nor_a_file_is_refused(wrong, says):
+    """The content of a file is not printed."""
+    with pytest.raises(TypeError, match=says) as caught:
+        torchlift.open(wrong)
+    assert len(str(caught.value)) < 100
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
@@ -225,21 +201,6 @@ def test_what_is_no_tensor_is_named_once(tmp_path, door, strict):
     assert "unexpected" not in str(caught.value)
 
 
-class Tables(nn.Module):
-    """Keeps what it is given as extra state, which may be nested."""
-
-    def __init__(self, extra: object = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.extra = extra
-
-    def get_extra_state(self) -> object:
-        return self.extra
-
-    def set_extra_state(self, state: object) -> None:
-        self.extra = state
-
-
 @pytest.mark.parametrize("later", ["file", "memory"])
 @pytest.mark.parametrize("name", ["", "net."])
 def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, name):
@@ -248,7 +209,7 @@ def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, 
     second = {"a": torch.zeros(1), "list": (torch.zeros(1), 2), "n": 2}
 
     def model(extra):
-        made = Tables(extra)
+        made = Stated(extra)
         return nn.ModuleDict({"net": made}) if name else made
 
     states = [{**model(extra).state_dict()} for extra in (first, second)]
@@ -266,7 +227,7 @@ def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, 
     assert str((target["net"] if name else target).extra) == str(second)
 
 
-@pytest.mark.parametrize("make", [Tables, lambda: torchlift.skeleton(Tables)])
+@pytest.mark.parametrize("make", [Stated, lambda: torchlift.skeleton(Stated)])
 def test_extra_state_in_memory_stays_the_callers(make):
     """A module keeps a copy, of the containers, of what they hold, and of tensors."""
     weird = SimpleNamespace(rows=[1, 2])
@@ -285,10 +246,10 @@ def test_extra_state_in_memory_stays_the_callers(make):
 
 def test_a_module_that_changes_its_extra_state_leaves_an_open_checkpoint_as_it_is(tmp_path):
     """Loaded from twice, it gives the same twice."""
-    torch.save(Tables({"calls": [1]}).state_dict(), tmp_path / "x.pt")
+    torch.save(Stated({"calls": [1]}).state_dict(), tmp_path / "x.pt")
     ckpt = torchlift.open(tmp_path / "x.pt")
     for _ in range(2):
-        model = Tables()
+        model = Stated()
         torchlift.load(model, ckpt)
         assert model.extra == {"calls": [1]}
         model.extra["calls"].append(2)
@@ -297,7 +258,6 @@ def test_a_module_that_changes_its_extra_state_leaves_an_open_checkpoint_as_it_i
 # ---- calls in another order, and objects in place of their state dicts
 
 
-PATH = "x.pt"
 LOAD, SAVE, CONVERT = (
     "torchlift.load(model, path)", "torchlift.save(model, path)",
     "torchlift.convert(source, destination)",
@@ -306,23 +266,15 @@ OPTIMIZER = "torchlift.load_optimizer(model, optimizer, path)"
 #: Calls of a model and a path -> the call that the error names.
 CALLS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "a path alone": (lambda m, p: torchlift.load(p), LOAD),
-    "a state alone": (lambda m, p: torchlift.load(m.state_dict()), LOAD),
     "a path first": (lambda m, p: torchlift.load(p, m), LOAD),
-    "a checkpoint first": (lambda m, p: torchlift.load(torchlift.open(p), m), LOAD),
     "a class": (lambda m, p: torchlift.load(type(m), p), "torchlift.skeleton(Sequential, ...)"),
     "a plan of a path": (lambda m, p: torchlift.plan(p), "torchlift.plan(model, path)"),
-    "a plan of a path first": (lambda m, p: torchlift.plan(p, m), "torchlift.plan(model, path)"),
     "saved to a state": (lambda m, p: torchlift.save(p, m.state_dict()), SAVE),
-    "saved to a model": (lambda m, p: torchlift.save(p, m), SAVE),
     "a path saved": (lambda m, p: torchlift.save(p, p.with_name("y.pt")), CONVERT),
-    "a path saved to a file": (lambda m, p: torchlift.save(p, io.BytesIO()), "torchlift.convert("),
-    "no path": (lambda m, p: torchlift.save(m), SAVE),
     "converted to nothing": (lambda m, p: torchlift.convert(p), CONVERT),
-    "converted to a model": (lambda m, p: torchlift.convert(p, m), CONVERT),
     "one side of a diff": (lambda m, p: torchlift.diff(p), "torchlift.diff(a, b)"),
     "the optimizer left out": (lambda m, p: torchlift.load_optimizer(m, p), OPTIMIZER),
     "the optimizer last": (lambda m, p: torchlift.load_optimizer(m, p, sgd(m)), OPTIMIZER),
-    "the optimizer first": (lambda m, p: torchlift.load_optimizer(sgd(m), m, p), OPTIMIZER),
 }
 
 
@@ -332,40 +284,15 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_with_arguments_in_another_order_names_the_right_call(name, tmp_path):
-    """Nothing was read or written, and each call that the error names works as it stands there."""
-    path, model = tmp_path / PATH, build()
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    """Nothing was read or written."""
+    path, model = tmp_path / "x.pt", build()
     torch.save(state(1), path)
     before = path.read_bytes()
     call, way = CALLS[name]
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=re.escape(way)):
         call(model, path)
-    message = str(caught.value)
-    assert way in message
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-    known = {"torchlift": torchlift, "model": model, "optimizer": optimizer, "a": path, "b": path}
-    known |= {"source": path, "destination": tmp_path / "y.safetensors"}
-    found = re.findall(r"torchlift\.\w+\([\w, ]*\)(?:\.state_dict\(\))?", message)
-    assert found or way.endswith("...)")
-    for text in found:
-        path = tmp_path / ("new.pt" if ".save(" in text else PATH)
-        if ".load_optimizer(" in text:
-            torch.save(optimizer.state_dict(), path)
-        eval(text, {**known, "path": path})
-
-
-def test_a_source_that_is_not_there_beside_a_destination_that_is(tmp_path):
-    """Swapped paths are an error that names the source; the file stays as it was."""
-    source, destination = tmp_path / "model.pt", tmp_path / "model.safetensors"
-    torch.save(state(1), source)
-    before = source.read_bytes()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors.*check the path"):
-        torchlift.convert(destination, source)
-    assert source.read_bytes() == before
-    torchlift.convert(source, destination)
-    with pytest.raises(FileNotFoundError, match="check the path"):
-        torchlift.convert(tmp_path / "neither.pt", tmp_path / "nor.pt")
 
 
 @pytest.mark.parametrize("make", [lambda m: {"a": m}, lambda m: {"0": m[0]}, lambda m: {"a": [m]}])
@@ -378,16 +305,6 @@ def test_a_module_inside_of_a_dict_is_named(make, tmp_path):
     with pytest.raises(torchlift.PlacementError, match=r"Pass what its state_dict\(\) returns"):
         torchlift.convert(given, tmp_path / "new.pt")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_way_out_for_a_module_inside_of_a_dict_works(tmp_path):
-    """Followed step by step: the state dict in its place, then the rename of the next error."""
-    model, saved = build(), build()
-    torchlift.convert({"a": saved.state_dict()}, tmp_path / "new.pt")
-    with pytest.raises(torchlift.MismatchError, match=r"remap\.strip\('a\.'\)"):
-        torchlift.load(model, {"a": saved.state_dict()})
-    torchlift.load(model, {"a": saved.state_dict()}, rename=torchlift.remap.strip("a."))
-    assert torchlift.digest(model) == torchlift.digest(saved)
 
 
 def test_an_optimizer_in_place_of_its_state_is_named():

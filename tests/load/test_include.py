@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from small_models import unchanged
+from small_models import saved, unchanged
 from torch import nn
+from zoo import Stated
 
 import torchlift
 from torchlift import MismatchError, remap
@@ -28,25 +28,13 @@ def state() -> dict[str, torch.Tensor]:
     return {key: torch.full_like(value, 7) for key, value in Net().state_dict().items()}
 
 
-def _torch_file(folder: Path) -> Path:
-    torch.save(state(), folder / "x.pt")
-    return folder / "x.pt"
-
-
-def _tensors_file(folder: Path) -> Path:
-    save_file(state(), folder / "x.safetensors")
-    return folder / "x.safetensors"
-
-
 def _several(folder: Path) -> list[Any]:
     first = {key: torch.zeros_like(value) for key, value in state().items()}
-    return [first, _torch_file(folder), {"head.bias": state()["head.bias"]}]
+    return [first, saved(state(), folder), {"head.bias": state()["head.bias"]}]
 
 
 GIVEN: dict[str, Callable[[Path], Any]] = {
-    "path": _torch_file,
-    "tensors": _tensors_file,
-    "open": lambda folder: torchlift.open(_torch_file(folder)),
+    "path": lambda folder: saved(state(), folder),
     "memory": lambda _: state(),
     "several": _several,
 }
@@ -127,31 +115,16 @@ def test_patterns_are_of_the_names_below_the_root_and_before_they_are_renamed() 
             torchlift.load(model, source, root="model", rename=strip, **words)  # type: ignore[arg-type]
 
 
-class Counting(nn.Module):
-    """Keeps an extra state of several values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.extra: Any = None
-
-    def get_extra_state(self) -> Any:
-        return {"scale": torch.ones(1), "step": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
 def test_an_extra_state_is_left_out_whole(tmp_path: Path) -> None:
     """A module never gets half of it."""
-    torch.save(Counting().state_dict(), tmp_path / "x.pt")
-    for given in (tmp_path / "x.pt", Counting().state_dict()):
-        model = Counting()
+    extra = {"scale": torch.ones(1), "step": 3}
+    for given in (saved(Stated(extra).state_dict(), tmp_path), Stated(extra).state_dict()):
+        model = Stated()
         report = torchlift.load(model, given, exclude=["*.scale"])
         assert report.missing_keys == ["_extra_state"]
         assert model.extra is None
         torchlift.load(model, given)
-        assert model.extra == {"scale": torch.ones(1), "step": 3}
+        assert model.extra == extra
 
 
 def test_names_may_be_renamed_by_a_dict(tmp_path: Path) -> None:

@@ -125,12 +125,7 @@ def test_any_cast_is_that_of_torch(tmp_path_factory, tensors, wish, mode, source
 # --- devices and dtypes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["meta", torch.device("meta"), lambda entry: "meta", torchlift.remap.by_key({"": "meta"}),
-     torchlift.remap.by_pattern({"": "meta:0"}),
-     torchlift.remap.first_of(torchlift.remap.by_key({"a": "meta"}), "meta")],
-)  # fmt: skip
+@pytest.mark.parametrize("device", [torch.device("meta"), lambda entry: "meta"])
 def test_what_goes_to_meta_is_left_for_a_later_load(tmp_path, kind, device):
     """However it is asked for, nothing changes, and a second load finds everything to do."""
     model, state = build(kind, Two), randomised(Two())
@@ -251,25 +246,6 @@ def test_nothing_stays_on_meta_in_silence(tmp_path):
         torchlift.load(model, saved(randomised(Mixed()), tmp_path))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_another_shape_is_an_error_unless_it_is_ignored(tmp_path, kind, strict):
-    """Even without strict; ignored, it counts as missing."""
-    path = saved({"a": torch.ones(9), "b": torch.ones(2, 3)}, tmp_path)
-    model = build(kind, Two)
-    with (
-        unchanged(model),
-        pytest.raises(
-            MismatchError, match=r"mismatched \(1\): a: model \[2, 3\], checkpoint \[9\]"
-        ),
-    ):
-        torchlift.load(model, path, strict=strict)
-    report = torchlift.load(model, path, strict=strict, ignore_mismatched=True)
-    assert_holds(model, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
-    assert report.missing_keys == ["a"]
-    assert report.mismatched["a"].found == (9,)
-    assert report.replayed == ([] if kind == "live" else ["a"])
-
-
 @pytest.mark.parametrize("ignore", [True, False])
 def test_a_model_of_other_sizes_is_no_load_of_nothing(tmp_path, kind, ignore):
     """To skip each shape that differs would leave the whole model as it was made, and no error."""
@@ -284,12 +260,6 @@ def test_a_model_of_other_sizes_is_no_load_of_nothing(tmp_path, kind, ignore):
     assert f"mismatched ({len(state)}): " in str(error)
     report = torchlift.load(model, path, ignore_mismatched=True, allow_missing=["*"])
     assert not report.loaded
-
-
-def test_an_empty_checkpoint_fits_an_empty_model(tmp_path):
-    """Nothing into nothing is no error."""
-    report = torchlift.load(nn.ReLU(), saved({}, tmp_path))
-    assert (report.loaded, report.nbytes, report.bytes_read) == ({}, 0, 0)
 
 
 # --- shapes, ties and shared memory -----------------------------------------------------------
@@ -358,18 +328,6 @@ def test_what_nothing_can_become_is_refused_before_anything_happens(kind, option
     model = build(kind, Two)
     with unchanged(model), pytest.raises(PlacementError, match=message):
         torchlift.load(model, randomised(Two()), **options)
-
-
-def test_a_copy_that_would_change_the_dtype_is_refused(tmp_path):
-    """In place means in place; the error names the modes that can."""
-    model = Two()
-    with unchanged(model), pytest.raises(PlacementError) as caught:
-        torchlift.load(model, saved(randomised(Two()), tmp_path), mode="copy", dtype=torch.float16)
-    assert str(caught.value) == (
-        "'a': cannot be copied in place, because its dtype or device would change; expected "
-        "torch.float32 on cpu; found torch.float16 on cpu. "
-        'Load with mode="swap" or mode="auto".'
-    )
 
 
 @pytest.mark.parametrize(
@@ -501,12 +459,6 @@ def test_a_report_says_what_was_done(tmp_path):
     assert lines[0] == f"loaded 2 tensors, 48 B, from {path}"
     assert lines[1].endswith(" s, 48 B read")
     assert lines[2:] == ["  how: 2 read, kept as the same objects", "  cast float32 to float64: 2"]
-    for options, words in (
-        ({"mode": "copy"}, "2 mapped, copied into the model's tensors"),
-        ({"mode": "swap"}, "2 read, kept as the same objects"),
-        ({"mode": "assign", "source": "mmap"}, "2 mapped, put in as new objects"),
-    ):
-        assert f"  how: {words}" in str(torchlift.load(Two(), path, **options)).splitlines()
 
 
 # --- what a caller can get wrong --------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from zoo import same
 
 import torchlift
-from torchlift.distributed import get_model_state_dict, set_model_state_dict
 
 # ---- what a model's code may be
 
@@ -35,17 +34,6 @@ def own_method(base: Any, load: Callable[[Any, Any, Any], Any]) -> Any:
     class Own(base):
         def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
             return load(self, state_dict, partial(super().load_state_dict, strict=strict))
-
-    return Own
-
-
-def own_part(base: Any, load: Callable[[Any, Any, str, Any], Any]) -> Any:
-    """The same of `_load_from_state_dict`, which gets the prefix, too."""
-
-    class Own(base):
-        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-            torchs = super()._load_from_state_dict
-            load(self, state, prefix, lambda: torchs(state, prefix, *rest))
 
     return Own
 
@@ -167,20 +155,6 @@ class Permuting(nn.Module):
         found = OrderedDict(state_dict)
         found["qkv.weight"] = found["qkv.weight"].flip(0)
         return super().load_state_dict(found, strict, assign)
-
-
-class Keeps(nn.Module):
-    """Has extra state of any kind."""
-
-    def __init__(self, extra: Any = None) -> None:
-        super().__init__()
-        self.weight, self.extra = nn.Parameter(torch.zeros(3)), extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def drops_metadata() -> Any:
@@ -314,22 +288,6 @@ def weighted() -> Any:
     return zoo.Holder({"weight": torch.ones(2)})
 
 
-def bank(resizes: bool = False) -> Any:
-    """A memory bank that becomes as large as the one that is loaded."""
-
-    def sized(module: Any, state: Any, prefix: str, load: Any) -> None:
-        shape = state[prefix + "bank"].shape
-        if resizes:
-            module.bank.resize_(shape)
-        else:
-            module.bank = torch.zeros(shape)
-        load()
-
-    model = own_part(nn.Module, sized)()
-    model.register_buffer("bank", torch.zeros(0, 2))
-    return model
-
-
 def prepares() -> Any:
     """A hook gives the module what the checkpoint needs: a size, a tensor, a child, a number."""
 
@@ -362,23 +320,6 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "a conjugate": lambda state, key: state.update({key: state[key].conj()}),
     "nothing": lambda state, key: None,
 }
-
-
-def data_copy(module: Any, value: torch.Tensor) -> None:
-    module.weight.data.copy_(value)
-
-
-def copied(module: Any, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        module.weight.copy_(value)
-
-
-def loading_itself(how: Any) -> Any:
-    """Twice the values, and never torch's own method."""
-    kind = own_part(
-        zoo.Holder, lambda m, state, prefix, _: how(m, state.pop(prefix + "weight") * 2)
-    )
-    return kind({"weight": torch.full((3,), 7.0)})
 
 
 # ---- the cases
@@ -414,12 +355,6 @@ def _of_version_1() -> Any:
     return state
 
 
-def _observed() -> Any:
-    seen = torch.ao.quantization.PerChannelMinMaxObserver()
-    seen(torch.randn(4, 3))
-    return seen.state_dict()
-
-
 def _old_weight_norm() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -447,7 +382,7 @@ CASES: dict[str, Case] = {
     "clears names": _own(clears_names),
     "permutes": _own(Permuting),
     "drops a key": _own(
-        partial(own_method(Keeps, drops_a_key), {"steps": 3, "scale": torch.ones(2)})
+        partial(own_method(zoo.Stated, drops_a_key), {"steps": 3, "scale": torch.ones(2)})
     ),
     "loads part by part": _own(
         lambda: own_method(nn.ModuleDict, loads_part_by_part)(layers(one=square(), two=square()))
@@ -478,17 +413,15 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"keeps {kind}": Case(
-            lambda: nn.Sequential(nn.Linear(2, 2), Keeps()),
-            nn.Sequential(nn.Linear(2, 2), Keeps(extra)).state_dict(),
+            lambda: nn.Sequential(nn.Linear(2, 2), zoo.Stated()),
+            nn.Sequential(nn.Linear(2, 2), zoo.Stated(extra)).state_dict(),
         )
         for kind, extra in {
             "a dict": {"step": 3, "name": "x", "deep": {"rate": 0.5}},
             "a tensor": torch.arange(4.0),
             "tensors": {"scale": torch.ones(2), "amax": {"history": torch.zeros(3)}},
-            "a text": "text",
             "nothing": None,
             "odd keys": {"l": [1, torch.arange(3)], "a.b": {0: torch.ones(1), "x": (2, {})}},
-            "lists": [torch.ones(1), {"k": [torch.zeros(2)]}],
         }.items()
     },
     "a version before": Case(lambda: nn.Sequential(Versioned()), _of_version_1()),
@@ -499,15 +432,16 @@ CASES: dict[str, Case] = {
     "prepares a buffer": Case(
         lambda: hooked(weighted(), prepares_a_buffer), {"weight": FIVES}, on_meta=False
     ),
-    "an observer": Case(torch.ao.quantization.PerChannelMinMaxObserver, _observed()),
+    "integers": Case(
+        lambda: nn.Sequential(Versioned()), {"0.weight": torch.arange(3), "0.offset": FIVES},
+        on_meta=None,
+    ),
     "old weight_norm": Case(lambda: weight_norm(nn.Linear(3, 4)), _old_weight_norm()),
     "old batch norm": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(3)),
         {f"0.{key}": value + 2 for key, value in nn.BatchNorm1d(3).state_dict().items()
          if key != "num_batches_tracked"},
     ),
-    "a bank": Case(bank, {"bank": torch.rand(5, 2)}),
-    "a bank that is resized": Case(partial(bank, resizes=True), {"bank": torch.rand(5, 2)}),
     "prepares all": Case(
         prepares,
         {"weight": torch.arange(5.0), "other": torch.ones(2), "scale": torch.ones(1),
@@ -521,13 +455,6 @@ CASES: dict[str, Case] = {
             dict.fromkeys(["weight", "alias"], torch.full((5000,), 1 + 1j)),
         )
         for how, change in CHANGES.items()
-    },
-    **{
-        f"loads itself by {how.__name__}": Case(
-            partial(loading_itself, how), {"weight": torch.arange(3.0)},
-            on_meta=False,
-        )
-        for how in (copied, data_copy)
     },
     "writes a part": _part(1),
     "writes a part and resizes": _part(3),
@@ -814,13 +741,6 @@ def test_wrapped_models_use_the_method_of_what_they_wrap(tmp_path: Path) -> None
     torchlift.load(one := torch.compile(Permuting(), backend="eager"), state)
     (two := torch.compile(Permuting(), backend="eager")).load_state_dict(state)
     assert same(one._orig_mod, two._orig_mod)
-
-
-def test_the_distributed_functions_call_it_as_torch_s_do() -> None:
-    """What `get_model_state_dict` gives, `set_model_state_dict` takes back."""
-    right, model = Permuting(), Permuting()
-    set_model_state_dict(model, get_model_state_dict(right))
-    assert same(model, right)
 
 
 def test_a_copy_that_code_makes_of_a_module_has_no_part_in_the_load() -> None:

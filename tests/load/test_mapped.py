@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from int8_weights import Int8
 from small_models import Two, saved
 from torch import nn
 
 import torchlift
-from torchlift import swap
 from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
 
 LINE = 'these bytes are the file\'s; never overwrite it in place, or load with source="read"'
@@ -79,18 +77,6 @@ def test_skeleton_stays_mapped_and_the_report_says_whose_bytes_they_are(tmp_path
             assert mapped_line(result) == f"mapped: {count}: {LINE}"
     read = torchlift.load(torchlift.skeleton(Two, 64, 64), path, source="read")
     assert mapped_line(read) == ""
-
-
-def test_what_a_handler_makes_of_mapped_values_is_not_called_mapped(tmp_path: Path) -> None:
-    """In the plan and in the report, next to a tensor that stays mapped."""
-    path = saved(nn.Linear(8, 4).state_dict(), tmp_path)
-    with swap.module_load(Int8, lambda old, new, assign: Int8.quantised(new)):
-        for function in (torchlift.plan, torchlift.load):
-            model = torchlift.skeleton(nn.Linear, 8, 4)
-            model.weight = nn.Parameter(Int8.blank((4, 8)), requires_grad=False)
-            lines = str(function(model, path)).splitlines()
-            ways = [line.split()[1:3] for line in lines if line.startswith("  how: ")]
-            assert ways == [["1", "computed,"], ["1", "mapped,"]]
 
 
 def test_optimizer_keeps_its_state_when_the_file_is_overwritten(tmp_path: Path) -> None:

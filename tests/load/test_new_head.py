@@ -120,22 +120,3 @@ def test_the_way_out_has_the_names_of_the_model_and_the_caller_s_own_patterns() 
     assert words["allow_missing"] == ["stem.bias", "head.*"]
     report = torchlift.load(net(5), state, **words)
     assert report.missing_keys == ["stem.bias", "head.weight", "head.bias"]
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_many_other_shapes_are_not_listed_in_the_way_out(named: bool) -> None:
-    """It says which argument to pass, and the error lists all of them."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    state = {
-        key: torch.ones(3, 2) if key.endswith("weight") else value
-        for key, value in model.state_dict().items()
-    }
-    words: Any = {"allow_missing": ["0.*"], "ignore_mismatched": True} if named else {}
-    with pytest.raises(MismatchError) as caught:
-        torchlift.load(model, state, **words)
-    assert isinstance(caught.value.hint, Hint)
-    (way,) = [one.name for one in caught.value.hint.fragments if isinstance(one, Argument)]
-    assert way == ("allow_missing" if named else "ignore_mismatched")
-    names = ["0.*", *caught.value.mismatched] if named else []
-    words = {"ignore_mismatched": True, "allow_missing": names}
-    assert len(torchlift.load(model, state, **words).mismatched) == 10

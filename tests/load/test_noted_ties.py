@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,6 @@ def assert_filled(model: Any, path: Path, prefix: str = "") -> None:
 DOORS = {
     "path": lambda path: path,
     "checkpoint": torchlift.open,
-    "buffer": lambda path: io.BytesIO(path.read_bytes()),
-    "folder": lambda path: path.parent,
-    "list": lambda path: [path],
     "layers": lambda path: [{"body.weight": torch.zeros(3, 3)}, path],
 }
 

@@ -68,9 +68,7 @@ def test_a_live_buffer_gets_the_values_and_keeps_its_tie(tmp_path, kind, tied):
     source = Net(kind, 3.0, tied)
     state, expected = source.state_dict(), shown(source)
     torch.save(state, tmp_path / "x.pt")
-    clones = {key: value.clone() for key, value in state.items()}
-    given: list[Any] = [state, clones, tmp_path / "x.pt", torch.load(tmp_path / "x.pt")]
-    given += [torchlift.open(tmp_path / "x.pt").state_dict()]
+    given: list[Any] = [state, tmp_path / "x.pt", torchlift.open(tmp_path / "x.pt").state_dict()]
     for one in given:
         for mode in ("auto", "assign", "copy", "swap"):
             model = Net(kind, 1.0, tied)
@@ -78,11 +76,6 @@ def test_a_live_buffer_gets_the_values_and_keeps_its_tie(tmp_path, kind, tied):
             assert shown(model) == expected
     model = Net(kind, 1.0, tied)
     set_model_state_dict(model, get_model_state_dict(source))
-    assert shown(model) == expected
-    keeper, model = torchlift.Keeper(tmp_path / "run", background=False), Net(kind, 1.0, tied)
-    keeper.save(1, model=source)
-    keeper.resume(model=model)
-    keeper.close()
     assert shown(model) == expected
     assert shown(source) == expected
 

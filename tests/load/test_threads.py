@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from forked import run
 from small_models import Two, saved
 from torch import nn
 
@@ -23,41 +22,18 @@ SIZE = 256
 LONG = 60  # seconds until a test gives up on a thread
 
 
-class Meeting:
-    """Where two threads meet, each inside of a load of its own, unless something prevents it."""
-
-    def __init__(self, seconds: float) -> None:
-        self._barrier = threading.Barrier(2)
-        self._seconds = seconds
-        self.met = False
-
-    def __call__(self, *_: object) -> None:
-        """A loading hook, or what else runs inside; who has met nobody once goes on at once."""
-        try:
-            self._barrier.wait(self._seconds)
-            self.met = True
-        except threading.BrokenBarrierError:
-            return
-
-
-def model_with(meeting: Meeting, model: nn.Module | None = None) -> nn.Module:
-    model = Two(SIZE, SIZE) if model is None else model
-    model.register_load_state_dict_pre_hook(meeting)
-    return model
-
-
 def run_together(*works: Callable[[], object]) -> None:
     """Run each in a thread of its own, all from one barrier, and raise what the first raised."""
     start, errors = threading.Barrier(len(works)), list[BaseException]()
 
-    def run(work: Callable[[], object]) -> None:
+    def do(work: Callable[[], object]) -> None:
         try:
             start.wait(LONG)
             work()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    threads = [threading.Thread(target=do, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,10 +59,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_loads_into_different_models_run_at_the_same_time(tmp_path: Path) -> None:
     """Also where neither has a bias: None is no tensor that they share."""
-    file, meeting = saved({"weight": torch.ones(3, 3)}, tmp_path), Meeting(LONG)
-    models = [model_with(meeting, nn.Linear(3, 3, bias=False)) for _ in range(2)]
+    file, both = saved({"weight": torch.ones(3, 3)}, tmp_path), threading.Barrier(2)
+    models = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    for model in models:
+        model.register_load_state_dict_pre_hook(lambda *_: (both.wait(LONG), None)[1])
     run_together(*(lambda model=model: torchlift.load(model, file) for model in models))
-    assert meeting.met
 
 
 def test_load_inside_of_a_load_of_the_same_thread_goes_on(files: list[Path]) -> None:
@@ -146,12 +123,8 @@ def test_child_that_is_forked_in_the_middle_of_loads_can_load(files: list[Path])
 
     From a path, and from a checkpoint that is open in both processes.
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), *map(str, files)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=LONG, check=False, env=env
-    )
-    assert run.stdout.splitlines() == ["0", "[1.0] [1.0] [2.0]"], run.stderr
+    done = run(CHILD, *files, env={"PYTHONWARNINGS": "ignore"})
+    assert done.stdout.splitlines() == ["0", "[1.0] [1.0] [2.0]"], done.stderr
 
 
 @pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from small_models import unchanged
+from small_models import saved, unchanged
 from torch import nn
 
 import torchlift
@@ -31,18 +31,12 @@ def target(factory: Callable[[], nn.Module], live: bool) -> Any:
     return factory() if live else torchlift.skeleton(factory)
 
 
-def write(state: dict[str, Any], folder: Path) -> Path:
-    """A file of ``torch.save``."""
-    torch.save(state, folder / "model.pt")
-    return folder / "model.pt"
-
-
 @every_way
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_either_name_of_a_tie_is_enough(name: str, mode: Any, source: Any, tmp_path: Path) -> None:
     """A file that was saved without the duplicate loads, whichever of the two it kept."""
     weight = torch.randn(5, 4)
-    path = write({name: weight}, tmp_path)
+    path = saved({name: weight}, tmp_path)
     for live in (False, True):
         model = target(Tied, live)
         report = torchlift.load(model, path, mode=mode, source=source)
@@ -59,7 +53,7 @@ def test_names_of_a_tie_with_different_values_are_an_error_that_names_both(
 ):
     """Neither value is chosen silently, and the model has not changed."""
     state = {"embed.weight": torch.ones(5, 4), "head.weight": torch.zeros(5, 4)}
-    path = write(state, tmp_path)
+    path = saved(state, tmp_path)
     model = target(Tied, live)
     with unchanged(model), pytest.raises(torchlift.MismatchError) as caught:
         torchlift.load(model, path, mode=mode, source=source)
@@ -83,7 +77,7 @@ def test_the_same_bytes_are_not_the_same_values(door, dtype, change, tmp_path):
     model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(5, 4, dtype=dtype))
     state = {"embed.weight": values, "head.weight": change(values)}
     with pytest.raises(torchlift.MismatchError, match="ties two keys that have different values"):
-        torchlift.load(model, state if door == "memory" else write(state, tmp_path))
+        torchlift.load(model, state if door == "memory" else saved(state, tmp_path))
     torchlift.load(model, {"embed.weight": values, "head.weight": values.view(5, 4)})
 
 
@@ -91,7 +85,7 @@ def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> No
     """Two copies of one value agree, NaN and strides aside."""
     values = torch.arange(20.0).view(5, 4)
     values[0, 0] = torch.nan
-    path = write({"embed.weight": values, "head.weight": values.t().contiguous().t()}, tmp_path)
+    path = saved({"embed.weight": values, "head.weight": values.t().contiguous().t()}, tmp_path)
     model = torchlift.skeleton(Tied)
     torchlift.load(model, path)
     assert torch.equal(model.embed.weight[1:], values[1:])
@@ -110,9 +104,9 @@ def aliased() -> nn.ModuleDict:
 )
 def test_a_parameter_over_the_memory_of_another_needs_no_value_of_its_own(tmp_path, words, is_live):
     """It is missing, as in torch, but has the values of the other one."""
-    torch.save({"one.weight": torch.full((3, 3), 2.0)}, tmp_path / "x.pt")
+    path = saved({"one.weight": torch.full((3, 3), 2.0)}, tmp_path)
     model = target(aliased, is_live)
-    report = torchlift.load(model, tmp_path / "x.pt", allow_missing=["two.weight"], **words)
+    report = torchlift.load(model, path, allow_missing=["two.weight"], **words)
     one, two = model["one"].weight, model["two"].weight
     assert report.missing_keys == ["two.weight"]
     assert report.replayed == []
@@ -120,6 +114,16 @@ def test_a_parameter_over_the_memory_of_another_needs_no_value_of_its_own(tmp_pa
     assert one.data_ptr() == two.data_ptr()
     assert two.eq(2).all()
     assert two.dtype == one.dtype
+
+
+@every_way
+def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
+    """What is tied is read from the module at the time of the load."""
+    model = torchlift.skeleton(zoo.Two, 4, 2)
+    model.b = model.a
+    torchlift.load(model, saved({"b": torch.ones(4, 2)}, tmp_path), mode=mode, source=source)
+    assert model.b is model.a
+    assert model.a.eq(1).all()
 
 
 def test_missing_parameters_over_one_memory_are_constructed_as_one() -> None:
@@ -131,13 +135,3 @@ def test_missing_parameters_over_one_memory_are_constructed_as_one() -> None:
     assert one is not two
     assert one.data_ptr() == two.data_ptr()
     assert one.abs().sum() > 0
-
-
-@every_way
-def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
-    """What is tied is read from the module at the time of the load."""
-    model = torchlift.skeleton(zoo.Two, 4, 2)
-    model.b = model.a
-    torchlift.load(model, write({"b": torch.ones(4, 2)}, tmp_path), mode=mode, source=source)
-    assert model.b is model.a
-    assert model.a.eq(1).all()

@@ -75,7 +75,7 @@ def taken(server: RangeServer, path: Path) -> int:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_gives_from_a_url_what_the_file_gives(format, tmp_path, server):
-    """By key, as a state dict, as containers, loaded into modules and by DCP, in sums and diffs."""
+    """By key, as a state dict, as containers, loaded into modules and by DCP, and in diffs."""
     opened, make, seeds = FORMATS[format]
     folder = tmp_path / "d"
     folder.mkdir()
@@ -90,8 +90,6 @@ def test_every_format_gives_from_a_url_what_the_file_gives(format, tmp_path, ser
     assert same(there.state_dict(), here.state_dict())
     assert same(there.tree(), here.tree())
     assert torchlift.diff(url, path).equal
-    one, two = torchlift.verify(url), torchlift.verify(path)
-    assert (one.ok, one.nbytes, len(one.checked)) == (two.ok, two.nbytes, len(two.checked))
     dense = [key for key in here if here.entries[key].kind is None]
     assert all(there.stats(key) == here.stats(key) for key in dense)
     for source in (path, url):
@@ -179,17 +177,8 @@ def test_aliases_of_a_url_stay_aliases_and_nothing_else_is_kept(tmp_path, server
 # ---- faults in the middle of the bytes
 
 
-def _busy(asked: Asked, answer: Answer) -> None:
-    answer.status, answer.body = 503, memoryview(b"busy")
-    answer.headers.pop("Content-Range", None)
-
-
 def _other(asked: Asked, answer: Answer) -> None:
     answer.headers["ETag"] = '"another"'
-
-
-def _elsewhere(asked: Asked, answer: Answer) -> None:
-    answer.headers["Content-Range"] = f"bytes 0-{len(answer.body) - 1}/{1 << 30}"
 
 
 def _gone(asked: Asked, answer: Answer) -> None:
@@ -197,7 +186,7 @@ def _gone(asked: Asked, answer: Answer) -> None:
     answer.headers.pop("Content-Range", None)
 
 
-FAULTS = {"busy": _busy, "changed": _other, "wrong range": _elsewhere, "gone": _gone}
+FAULTS = {"changed": _other, "gone": _gone}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -228,8 +217,7 @@ def test_a_load_of_which_some_bytes_fail_leaves_the_model_as_it_was(fault, make,
     assert all(torch.equal(getattr(model, name), value) for name, value in values.items())
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_an_optimizer_of_a_url_is_loaded_whole_or_not_at_all(live, tmp_path, server):
+def test_an_optimizer_of_a_url_is_loaded_whole_or_not_at_all(tmp_path, server):
     """Its state comes in few requests; of a fault in the middle, nothing stays."""
     model = model_of()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -238,9 +226,8 @@ def test_an_optimizer_of_a_url_is_loaded_whole_or_not_at_all(live, tmp_path, ser
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "training.pt")
     other = model_of()
     loaded = torch.optim.Adam(other.parameters(), lr=0.1)
-    if live:
-        other(torch.randn(4, 300)).mean().backward()
-        loaded.step()
+    other(torch.randn(4, 300)).mean().backward()
+    loaded.step()
     before = copy.deepcopy(loaded.state_dict())
     url = server.url("training.pt")
     ckpt = torchlift.open(url, storage_options=QUICK)
@@ -349,52 +336,29 @@ def test_a_load_from_a_url_takes_its_destination_and_the_budget(way, factor, tmp
 # ---- ranks
 
 
-def _load_on_rank(url: str, layout: str, dtype: torch.dtype | None) -> list[Any]:
-    """Load one model, which each rank has a part or all of; return it whole, and what it took."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+def _load_on_rank(url: str) -> list[Any]:
+    """Load a model of which each rank has rows; return it whole, and what it took."""
+    from torch.distributed.fsdp import fully_shard
 
-    model = torchlift.skeleton(
-        lambda: nn.Sequential(nn.Linear(600, 1000, bias=False), nn.Linear(1000, 900))
-    )
-    if layout != "plain":
-        mesh = init_device_mesh("cpu", (2,))
-        for module in model:
-            for name, parameter in list(module.named_parameters()):
-                place: Any = Replicate() if layout == "replicas" else Shard(0)
-                if layout == "columns" and parameter.dim() > 1:
-                    place = Shard(1)
-                whole = distribute_tensor(parameter, mesh, [place])
-                setattr(module, name, nn.Parameter(whole))
-    report = torchlift.load(
-        model, url, collective=True, dtype=dtype, storage_options={"tries": 2, "timeout": 5}
-    )
-    state = {
-        key: value.full_tensor() if isinstance(value, DTensor) else value
-        for key, value in model.state_dict().items()
-    }
+    model = torchlift.skeleton(nn.Linear, 600, 1000)
+    fully_shard(model)
+    report = torchlift.load(model, url)
+    state = {key: value.full_tensor() for key, value in model.state_dict().items()}
     return [state, report.bytes_read]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["plain", "replicas", "rows", "columns"])
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_two_ranks_read_what_each_of_them_needs(layout, name, tmp_path, server):
-    """Each its own rows; both read values that both need, and rows that columns are cut from."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 1000, bias=False), nn.Linear(1000, 900))
-    want = saved(tmp_path, name, dict(model.state_dict()))
+def test_two_ranks_read_what_each_of_them_needs(name, tmp_path, server):
+    """Each its own rows, which together are asked for once."""
+    want = saved(tmp_path, name, dict(nn.Linear(600, 1000).state_dict()))
     server.forget()
     torchlift.open(server.url(name))
     index, size = taken(server, tmp_path / name), (tmp_path / name).stat().st_size
-    for dtype in (None, torch.bfloat16):
-        server.forget()
-        found = on_ranks(2, _load_on_rank, server.url(name), layout, dtype, timeout=60)
-        most = size + HEAD if layout == "rows" else 2 * size
-        assert size - index <= taken(server, tmp_path / name) - 2 * index <= most
-        for state, _ in found:
-            for key, value in state.items():
-                assert torch.equal(value, want[key].to(dtype or value.dtype)), key
+    server.forget()
+    found = on_ranks(2, _load_on_rank, server.url(name), timeout=60)
+    assert size - index <= taken(server, tmp_path / name) - 2 * index <= size + HEAD
+    assert all(same(state, want) for state, _ in found)
+    assert sum(nbytes for _, nbytes in found) == 600 * 1000 * 4 + 1000 * 4
 
 
 def _fail_on_rank(url: str, width: int) -> list[Any]:

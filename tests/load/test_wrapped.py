@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchlift
+from torchlift._model.names import bare_name
 from torchlift.errors import MismatchError
 
 
@@ -107,3 +109,88 @@ def test_errors_and_warnings_name_what_the_bare_model_has(way: str) -> None:
         ignore_mismatched=True,
     )  # fmt: skip
     assert report.missing_keys == ["norm.weight", "module.bias"]
+
+
+# ---- rules, transforms and errors
+
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def wrap_two(name: str) -> Any:
+    """Two layers in a wrapper, or with wrapped children."""
+    model = two()
+    if name == "child":
+        model[0], model[1] = checkpoint_wrapper(model[0]), compiled(model[1])
+        return model
+    return compiled(model if name == "compiled" else nn.DataParallel(compiled(model)))
+
+
+class Seen:
+    """Callables that record the names that they get."""
+
+    def __init__(self) -> None:
+        self.device_names, self.dtype_names = list[str](), list[str]()
+        self.transform_names = list[str]()
+
+    def device(self, entry: torchlift.TensorEntry) -> str:
+        self.device_names.append(entry.key)
+        return "cpu"
+
+    def dtype(self, entry: torchlift.TensorEntry) -> str | None:
+        self.dtype_names.append(entry.key)
+        return "bfloat16" if entry.key == "0.weight" else None
+
+    def transform(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.transform_names.append(key)
+        return tensor + 1 if key == "1.bias" else tensor
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+@pytest.mark.parametrize("given", ["file", "memory"])
+@pytest.mark.parametrize("name", ["compiled", "child", "compiled-parallel"])
+def test_callables_get_the_names_of_the_report(name, given, lacking, tmp_path):
+    """Also for tensors that the checkpoint lacks, live or on meta."""
+    state = dict(two().state_dict())
+    if lacking:
+        del state["1.weight"]
+    ckpt: Any = state
+    if given == "file":
+        ckpt = tmp_path / "model.safetensors"
+        torchlift.save(state, ckpt)
+    for on_meta in (False, True):
+        model: Any = torchlift.skeleton(wrap_two, name) if on_meta else wrap_two(name)
+        seen = Seen()
+        words: Any = {"device": seen.device, "dtype": seen.dtype, "strict": not lacking}
+        words |= {"allow_missing": ["1.weight"] if lacking else []}
+        planned = torchlift.plan(model, ckpt, **words)
+        report = torchlift.load(model, ckpt, transform=seen.transform, **words)
+        assert report.loaded.keys() == planned.loaded.keys() == {*state}
+        assert {*seen.device_names} == {*NAMES}
+        assert {*state} <= {*seen.dtype_names} <= {*NAMES}
+        assert {*seen.transform_names} == {*state}
+        found = {bare_name(k): v for k, v in model.state_dict().items()}
+        assert found["0.weight"].dtype == torch.bfloat16
+        assert torch.equal(found["1.bias"], state["1.bias"] + 1)
+
+
+def test_a_child_with_the_name_of_a_wrapper_keeps_it() -> None:
+    """Only the first ``module`` is of the wrapper."""
+    inner, seen = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)}), Seen()
+    model = nn.DataParallel(inner)
+    report = torchlift.load(model, inner.state_dict(), device=seen.device, transform=seen.transform)
+    assert list(report.loaded) == seen.device_names == seen.transform_names == ["module.weight"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+def test_names_may_have_the_parts_of_some_wrappers(prefix: str) -> None:
+    """A model trained in DDP is compiled now. Batch norm reads its own entries."""
+    right, inner = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    nn.init.uniform_(right.weight)
+    state = {prefix + key: value for key, value in right.state_dict().items()}
+    torchlift.load(nn.DataParallel(compiled(inner)), state)
+    assert torch.equal(inner.weight, right.weight)

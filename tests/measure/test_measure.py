@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import threading
 import time
 
@@ -101,18 +100,6 @@ def test_a_timeline_runs_from_zero_to_the_end_and_contains_the_marks() -> None:
     assert {mark.seconds for mark in use.marks} <= set(seconds)
 
 
-def test_a_measurement_survives_the_way_to_another_process() -> None:
-    """Pickle keeps the peaks, the marks and the timeline."""
-    with measure.memory() as use:
-        use.mark("here")
-    copy = pickle.loads(pickle.dumps(use))
-    assert copy.timeline == use.timeline
-    assert copy.marks == use.marks
-    assert copy.peak_anonymous == use.peak_anonymous
-    assert copy.peak_file_backed == use.peak_file_backed
-    assert copy.seconds == use.seconds
-
-
 def test_an_exception_passes_through_and_nothing_is_left_running() -> None:
     """The block's own exception arrives, and the helper and its descriptors are gone."""
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -121,39 +108,6 @@ def test_an_exception_passes_through_and_nothing_is_left_running() -> None:
         raise KeyError("mine")
     assert use._helper is None
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_blocks_in_several_threads_do_not_disturb_each_other() -> None:
-    """Eight threads measure at the same time and each gets a complete measurement."""
-    uses: list[measure.MemoryUse] = []
-
-    def run() -> None:
-        with measure.memory(interval=0.001) as use:
-            time.sleep(0.02)
-        uses.append(use)
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(uses) == 8
-    assert all(use.seconds >= 0.02 for use in uses)
-
-
-def test_a_block_can_be_entered_only_once() -> None:
-    """Entering a second time would mix two measurements; it says so."""
-    use = measure.memory()
-    with use:
-        pass
-    with pytest.raises(RuntimeError, match="entered only once"), use:
-        pass
-
-
-def test_an_interval_that_makes_no_sense_is_refused() -> None:
-    """The message names the value."""
-    with pytest.raises(ValueError, match="positive seconds, not 0"):
-        measure.memory(interval=0)
 
 
 def test_a_timeline_stays_small_and_keeps_its_peaks() -> None:
@@ -202,14 +156,6 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
         measure.in_child(lambda: 1 / 0)
 
 
-def test_setup_is_not_part_of_the_measurement() -> None:
-    """What setup allocates is in the baseline, not in the added memory."""
-    child = in_code("result = len(block)", setup="block = bytearray(b'x' * (64 << 20))")
-    assert child.value == 64 * MIB
-    assert child.memory.added_anonymous < 2 * MIB
-    assert child.memory.baseline.anonymous > 64 * MIB
-
-
 def test_a_value_that_cannot_be_sent_back_is_told() -> None:
     """The child says what the function returned, and why it cannot travel."""
     with pytest.raises(measure.ChildError, match="the returned value cannot be sent"):
@@ -231,3 +177,18 @@ def test_a_function_in_a_child_can_mark_its_timeline() -> None:
     assert 30 * MIB < block.anonymous - start.anonymous < 40 * MIB
     with pytest.raises(RuntimeError, match="called in a memory"):
         measure.mark("nothing is measured")
+
+
+def test_a_block_can_be_entered_only_once() -> None:
+    """Entering a second time would mix two measurements; it says so."""
+    use = measure.memory()
+    with use:
+        pass
+    with pytest.raises(RuntimeError, match="entered only once"), use:
+        pass
+
+
+def test_an_interval_that_makes_no_sense_is_refused() -> None:
+    """The message names the value."""
+    with pytest.raises(ValueError, match="positive seconds, not 0"):
+        measure.memory(interval=0)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from small_models import Mixed, Tied, Two, randomised, state_of, tensors_of
+from small_models import Mixed, Two, randomised, state_of, tensors_of
 from torch import nn
 
 from torchlift import PlacementError, swap
@@ -57,15 +57,11 @@ def test_blocks_of_threads_may_overlap():
 @pytest.mark.parametrize(
     "convert",
     [
-        lambda model: model.double(),
         lambda model: model.half(),
-        lambda model: model.to(torch.bfloat16),
-        lambda model: model.to("meta"),
         lambda model: model.to_empty(device="cpu"),
-        lambda model: model.load_state_dict(randomised(model)),
         lambda model: model.load_state_dict(randomised(model), assign=True),
     ],
-    ids=["double", "half", "to dtype", "to device", "to_empty", "load_state_dict", "assign"],
+    ids=["half", "to_empty", "assign"],
 )
 def test_parameters_stay_the_same_objects(convert):
     """Where torch by itself would have made new ones for some conversions."""
@@ -74,19 +70,6 @@ def test_parameters_stay_the_same_objects(convert):
     with swap.preserving_references():
         convert(model)
     assert all(parameter is held[name] for name, parameter in model.named_parameters())
-
-
-def test_ties_and_an_optimizer_survive_a_conversion():
-    """The optimizer goes on with the converted parameters."""
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with swap.preserving_references():
-        model.double()
-    assert model.head.weight is model.embed.weight
-    before = model.head.weight.detach().clone()
-    model.head.weight.sum().backward()
-    optimizer.step()
-    assert torch.equal(model.head.weight, before - 1)
 
 
 def test_a_module_that_is_checked_is_not_left_half_converted():

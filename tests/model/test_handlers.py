@@ -126,29 +126,6 @@ def test_torch_asks_the_same_handlers(path):
             assert_quantised(again, path)
 
 
-def test_the_full_precision_model_is_never_in_memory(tmp_path):
-    """256 MiB of floats become 64 MiB of int8, one tensor of 16 MiB at a time."""
-    path = tmp_path / "wide.pt"
-    torch.save({f"{i}.weight": torch.ones(2048, 2048) for i in range(16)}, path)
-    code = """
-with registered():
-    torchlift.load(model, args[0], source=args[1])
-result = sum(type(layer.weight).__name__ == "Int8" for layer in model)
-"""
-    setup = """
-import torch, torchlift
-from int8_weights import quantise_linear, registered
-def build():
-    return torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)])
-model = quantise_linear(torchlift.skeleton(build))
-torch.ones(2048, 2048).abs().amax(1)
-"""
-    for source in ("mmap", "read"):
-        child = in_code(code, str(path), source, setup=setup)
-        assert child.value == 16
-        assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
-
-
 class Base(torch.Tensor):
     """A plain subclass."""
 
@@ -186,3 +163,96 @@ def test_a_handler_is_refused_for_every_tensor_there_is():
             swap.module_load(wrong, load_int8)
     with pytest.raises(TypeError, match=r"a callable, not .* and 3"):
         swap.module_load(Int8, 3)
+
+
+def test_the_full_precision_model_is_never_in_memory(tmp_path):
+    """256 MiB of floats become 64 MiB of int8, one tensor of 16 MiB at a time."""
+    path = tmp_path / "wide.pt"
+    torch.save({f"{i}.weight": torch.ones(2048, 2048) for i in range(16)}, path)
+    code = """
+with registered():
+    torchlift.load(model, args[0], source=args[1])
+result = sum(type(layer.weight).__name__ == "Int8" for layer in model)
+"""
+    setup = """
+import torch, torchlift
+from int8_weights import quantise_linear, registered
+def build():
+    return torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)])
+model = quantise_linear(torchlift.skeleton(build))
+torch.ones(2048, 2048).abs().amax(1)
+"""
+    for source in ("mmap", "read"):
+        child = in_code(code, str(path), source, setup=setup)
+        assert child.value == 16
+        assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
+
+
+# ---- which handler is called
+
+
+class Derived(Base):
+    """One that inherits from it."""
+
+
+class Unrelated(torch.Tensor):
+    """And one that does not."""
+
+
+def loaded(destination, source, *, assign=False):
+    """What torch's load_state_dict would exchange."""
+    return destination.module_load(source, assign=assign)
+
+
+def marking(name, calls, answer=True):
+    """A handler that says it was called."""
+
+    def handler(destination, source, assign):
+        calls.append(name)
+        return source.detach().clone() if answer else NotImplemented
+
+    return handler
+
+
+def test_the_handler_of_the_most_derived_class_is_called():
+    """Of several for one class the newest; the destination's before the source's."""
+    calls = []
+    plain, base, derived = torch.ones(2), torch.ones(2).as_subclass(Base), torch.ones(2)
+    derived, other = derived.as_subclass(Derived), torch.ones(2).as_subclass(Unrelated)
+    with (
+        swap.module_load(Base, marking("base", calls)),
+        swap.module_load(Derived, marking("derived", calls)),
+        swap.module_load(Derived, marking("newer", calls)),
+        swap.module_load(Unrelated, marking("unrelated", calls)),
+    ):
+        for destination, source, wanted in [
+            (derived, plain, ["newer"]),
+            (plain, derived, ["newer"]),
+            (base, plain, ["base"]),
+            (base, derived, ["newer"]),
+            (other, base, ["unrelated"]),
+            (base, other, ["base"]),
+            (plain, torch.zeros(2), []),
+        ]:
+            calls.clear()
+            loaded(destination, source)
+            assert calls == wanted
+    calls.clear()
+    loaded(derived, plain)
+    assert calls == []
+    with swap.module_load(Base, marking("never answers", calls, False)):
+        assert loaded(derived, torch.ones(2)).eq(1).all()
+    assert calls == ["never answers"]
+
+
+def test_torch_is_as_it_was_when_the_last_handler_is_gone():
+    """Also when one is removed twice, or out of order."""
+    original = torch.Tensor.module_load
+    one = swap.module_load(Base, load_int8)
+    two = swap.module_load(Derived, load_int8)
+    assert torch.Tensor.module_load is not original
+    one.remove()
+    one.remove()
+    assert torch.Tensor.module_load is not original
+    two.remove()
+    assert torch.Tensor.module_load is original

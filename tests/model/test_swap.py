@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from small_models import Mixed, Tied, Two, randomised, saved, unchanged
+from small_models import Mixed, Tied, Two, saved, unchanged
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,19 +30,9 @@ class Aliased(nn.Module):
         self.register_buffer("alias", parameter.detach())
 
 
-class Selfish(torch.Tensor):
-    """A class that returns the tensor itself when it is loaded."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.module_load:
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def thousand() -> nn.ParameterList:
-    """A module of 1,000 parameters."""
-    return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1000)])
+def hundred() -> nn.ParameterList:
+    """A module of 100 parameters."""
+    return nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(100)])
 
 
 WEAK, SHARED = "a weak reference to it exists", "another tensor shares its memory"
@@ -65,20 +55,20 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp_path, hold):
+def test_one_held_parameter_among_a_hundred_leaves_all_of_them_as_they_were(tmp_path, hold):
     """The error names the key, the reason, a tensor that holds it and the way out."""
-    model = thousand()
+    model = hundred()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    path = saved({f"{i}": torch.full((2,), -1.0) for i in range(1000)}, tmp_path)
+    path = saved({f"{i}": torch.full((2,), -1.0) for i in range(100)}, tmp_path)
     take, reason, holders = HOLDERS[hold]
-    held = Average(take(model[777]))
+    held = Average(take(model[77]))
     (blocker,) = swap.preflight(model)
-    assert blocker == swap.Blocker("777", reason, holders)
+    assert blocker == swap.Blocker("77", reason, holders)
     assert blocker.kinds == {Hold(reason)}
     with unchanged(model), pytest.raises(PlacementError) as caught:
         torchlift.load(model, path, mode="swap")
     assert str(caught.value) == (
-        f"'777': cannot be swapped: {reason}. Nothing was changed"
+        f"'77': cannot be swapped: {reason}. Nothing was changed"
         + "".join(f"; found held by {holder}" for holder in holders)
         + ". "
         'Release the holders, which swap.preflight lists. Or pass mode="auto", which copies in '
@@ -88,20 +78,7 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
     assert swap.preflight(model) == []
     assert set(torchlift.load(model, path, mode="swap").mode.values()) == {"swap"}
     assert all(parameter.eq(-1).all() for parameter in model)
-    assert optimizer.param_groups[0]["params"][777] is model[777]
-
-
-def test_a_class_that_returns_its_own_input_is_refused_with_a_way_out(tmp_path):
-    """Exchanged with itself, a tensor would keep its old values without a word."""
-    model = Two()
-    model.b = nn.Parameter(torch.zeros(2, 3).as_subclass(Selfish))
-    path = saved({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, tmp_path)
-    with pytest.raises(PlacementError, match="module_load of Selfish must return a new") as caught:
-        torchlift.load(model, path, mode="swap")
-    assert caught.value.entry == "b"
-    assert not model.a.any()
-    torchlift.load(model, path, mode="copy")
-    assert model.b.eq(1).all()
+    assert optimizer.param_groups[0]["params"][77] is model[77]
 
 
 def trained() -> nn.Module:
@@ -159,20 +136,6 @@ def test_a_preflight_changes_nothing():
         assert len(swap.preflight(model)) == 1
     del held
     assert [tensor._use_count() for tensor in model.parameters()] == uses
-
-
-def test_an_error_lists_what_else_is_held(tmp_path):
-    """Up to three more by name, and how many there are."""
-    model = thousand()
-    held = [parameter.detach() for parameter in model]
-    path = saved(randomised(model), tmp_path)
-    with pytest.raises(PlacementError) as caught:
-        torchlift.plan(model, path, mode="swap")
-    text = str(caught.value)
-    assert text.startswith("'0': cannot be swapped, as 999 more of the module's tensors: another")
-    assert "; 1: another tensor shares its memory" in text
-    assert len(text) < 2000
-    assert held
 
 
 def test_only_what_the_checkpoint_provides_is_examined(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from same_model import all_tensors, scrambled
-from small_models import unchanged
+from small_models import saved, unchanged
 from torch import nn
 from torch.nn.utils import weight_norm as old_weight_norm
 
@@ -21,12 +21,6 @@ live_or_not = pytest.mark.parametrize("live", [False, True], ids=["skeleton", "l
 def target(factory: Callable[[], nn.Module], live: bool) -> Any:
     """A model to load into."""
     return factory() if live else torchlift.skeleton(factory)
-
-
-def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
-    """A file of ``torch.save``."""
-    torch.save(state, folder / name)
-    return folder / name
 
 
 # -- _load_from_state_dict --------------------------------------------------------------------
@@ -48,28 +42,16 @@ class Configured(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class Popping(nn.Linear):
-    """Takes such a dict in a pre-hook."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_load_state_dict_pre_hook(self.take)
-
-    def take(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
-        self.cfg = state_dict.pop(prefix + "cfg")
-
-
 @live_or_not
-@pytest.mark.parametrize("kind", [Configured, Popping])
 @pytest.mark.parametrize("prefix", ["", "0."], ids=["root", "nested"])
-def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(kind, prefix, live, tmp_path):
+def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(prefix, live, tmp_path):
     """A file's containers are taken apart: the error names file and entry, and torch loads it."""
 
     def build() -> nn.Module:
-        return nn.Sequential(kind()) if prefix else kind()
+        return nn.Sequential(Configured()) if prefix else Configured()
 
-    wanted: Any = nn.Sequential(Configured()) if prefix else Configured()
-    path = write(wanted.state_dict(), tmp_path)
+    wanted = build()
+    path = saved(wanted.state_dict(), tmp_path)
     model = target(build, live)
     refused = pytest.raises(torchlift.PlacementError, match="asks for a container")
     with unchanged(model), refused as caught:
@@ -77,7 +59,7 @@ def test_code_that_asks_for_a_container_is_an_error_with_a_way_out(kind, prefix,
     assert (caught.value.file, caught.value.entry) == (str(path), prefix + "cfg")
     assert "model.load_state_dict(torch.load(path))" in str(caught.value)
     (plain := build()).load_state_dict(torch.load(path))
-    (inner,) = [module for module in plain.modules() if isinstance(module, kind)]
+    (inner,) = [module for module in plain.modules() if isinstance(module, Configured)]
     assert inner.cfg["name"] == "one"
     assert all(torch.equal(one, all_tensors(wanted)[n]) for n, one in all_tensors(plain).items())
     torch.save({prefix + "weight": torch.ones(2, 2)}, path)
@@ -92,38 +74,11 @@ def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> N
         def _load_from_state_dict(self, *args: Any) -> None:
             args[-1].append("made for another tokenizer")
 
-    path = write(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path)
+    path = saved(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path)
     model = nn.Sequential(Refusing(2, 2))
     says = r"'0': .*made for another tokenizer"
     with unchanged(model), pytest.raises(torchlift.MismatchError, match=says):
         torchlift.load(model, path)
-
-
-@pytest.mark.parametrize("scale", [1, 2])
-def test_an_override_loads_integers_into_a_trained_parameter(tmp_path: Path, scale: int) -> None:
-    """As in torch, which copies them; its code sees the integers of the file."""
-
-    class Scaling(nn.Linear):
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-            assert state_dict[prefix + "weight"].dtype is torch.int64
-            state_dict[prefix + "weight"] *= scale
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    state = {"weight": torch.arange(4).view(2, 2), "bias": torch.ones(2)}
-    path = write(state, tmp_path)
-    model = Scaling(2, 2)
-    held = model.weight
-    torchlift.load(model, path)
-    assert model.weight is held
-    assert (held.dtype, held.requires_grad) == (torch.float32, True)
-    assert held.tolist() == [[0, scale], [2 * scale, 3 * scale]]
-    assert model.bias.eq(1).all()
-    skeleton = torchlift.skeleton(Scaling, 2, 2)
-    with pytest.raises(torchlift.MismatchError, match="floating point"):  # torch cannot, either
-        torchlift.load(skeleton, path)
-    torchlift.materialize(skeleton)
-    torchlift.load(skeleton, path)
-    assert torch.equal(skeleton.weight, held)
 
 
 # -- modules of torch that load in their own way ----------------------------------------------
@@ -138,7 +93,7 @@ def lazy() -> nn.Module:
 def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> None:
     """strict=False leaves them to their first input, on the CPU."""
     model = target(lazy, live)
-    path = write({"2.bias": torch.ones(2)}, tmp_path)
+    path = saved({"2.bias": torch.ones(2)}, tmp_path)
     report = torchlift.load(model, path, strict=False, allow_missing=["*"])
     assert "0.weight" in report.missing_keys
     assert model(torch.randn(5, 3)).shape == (5, 2)
@@ -153,7 +108,7 @@ def test_the_old_weight_norm_computes_its_weight_from_what_was_loaded(live, tmp_
     """The weight that it keeps as a plain attribute follows at the next forward pass."""
     wanted = scrambled(old_weight_norm(nn.Linear(3, 4)))
     model = target(lambda: old_weight_norm(nn.Linear(3, 4)), live)
-    torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    torchlift.load(model, saved(wanted.state_dict(), tmp_path))
     inputs = torch.randn(2, 3)
     assert torch.equal(model(inputs), wanted(inputs))
     model(inputs).sum().backward()

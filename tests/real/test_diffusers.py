@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from zoo import same
 
 import torchlift
 
@@ -40,25 +41,19 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
-def same(one: Any, two: Any) -> None:
-    states = one.state_dict(), two.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
-
-
 @pytest.mark.parametrize("make", [unet, lambda: torchlift.skeleton(unet)])
 def test_a_component_loads_from_its_folder(make: Any, pipeline: Path) -> None:
     """As from_pretrained of the class, and computes the same."""
     expected = UNet2DModel.from_pretrained(pipeline, subfolder="unet")
     model = make().eval()
     torchlift.load(model, pipeline / "unet")
-    same(model, expected)
+    assert same(model, expected)
     noise = torch.linspace(-1, 1, 128).view(1, 2, 8, 8)
     with torch.no_grad():
         assert torch.equal(model(noise, 3).sample, expected(noise, 3).sample)
     other = UNet2DModel.from_pretrained(pipeline, subfolder="unet", variant="fp16")
     torchlift.load(model, pipeline / "unet" / "diffusion_pytorch_model.fp16.safetensors")
-    same(model, other)
+    assert same(model, other)
 
 
 def test_a_whole_pipeline_names_its_components(pipeline: Path) -> None:
@@ -67,4 +62,4 @@ def test_a_whole_pipeline_names_its_components(pipeline: Path) -> None:
         torchlift.open(pipeline)
     model = torchlift.skeleton(AutoencoderKL, **VAE)
     torchlift.load(model, pipeline / "vae")
-    same(model, AutoencoderKL.from_pretrained(pipeline / "vae"))
+    assert same(model, AutoencoderKL.from_pretrained(pipeline / "vae"))

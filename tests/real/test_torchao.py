@@ -38,8 +38,6 @@ CONFIGS = {
 INSIDE: dict[str, list[type]] = {"int8-dynamic": [QuantizeTensorToInt8Kwargs, PerRow]}
 X = torch.linspace(-1, 1, 384).view(3, 128)
 
-configs = pytest.mark.parametrize("name", list(CONFIGS))
-
 
 def plain(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -66,8 +64,10 @@ def targets(name: str) -> dict[str, Any]:
     }
 
 
-@configs
-@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"mode": "assign"}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in CONFIGS), ("int8", {"source": "read"}), ("int8", {"mode": "assign"})],
+)
 def test_a_quantised_checkpoint_fills_plain_and_quantised_models(name, options, tmp_path):
     """As torch.load and load_state_dict(assign=True) do, for the class that is named."""
     expected, path = quantised(name), tmp_path / "q.pt"
@@ -95,8 +95,10 @@ def test_a_quantised_checkpoint_fills_plain_and_quantised_models(name, options, 
         assert torch.equal(model(X), reference(X)), what
 
 
-@configs
-@pytest.mark.parametrize("options", [{}, {"mode": "swap"}, {"mode": "assign"}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in CONFIGS), ("int8", {"mode": "swap"}), ("int8", {"mode": "assign"})],
+)
 def test_a_float_checkpoint_never_makes_a_quantised_model_plain(name, options, tmp_path):
     """The class says how, or one error names the weight, and nothing changes."""
     path = tmp_path / "f.pt"
@@ -137,7 +139,7 @@ def test_a_float_checkpoint_is_quantised_as_it_is_loaded(what: str, tmp_path: Pa
         assert torch.equal(model(X), expected(X))
 
 
-@configs
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_quantised_model_is_saved_as_torch_saves_it(name: str, tmp_path: Path) -> None:
     """A file of `save` is read as one of `torch.save`: by torch, and where it fills a model."""
     model, path = quantised(name), tmp_path / "q.pt"

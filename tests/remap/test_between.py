@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from gguf_files import MODELS, finish, small_model, write_gguf
 from torch import nn
-from whisper_model import Whisper
 from zoo import same
 
 import torchlift
@@ -40,15 +39,6 @@ def reference(model: Any, path: Path) -> Any:
     return type(model).from_pretrained(path.parent, gguf_file=path.name, **words)
 
 
-def inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Tokens, and for what has an encoder two of them."""
-    ids = torch.arange(3, 13).view(1, -1)
-    return {
-        "input_ids": ids,
-        **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}),
-    }
-
-
 # ---- GGUF, against transformers
 
 
@@ -60,9 +50,14 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
     ],
 )
 def test_every_architecture_is_what_transformers_reads(tmp_path, name, kind):
-    """To the bit, of floats and of blocks, and nothing is left over on either side."""
+    """To the bit, of floats and of blocks, and nothing is left over. By `convert`, too."""
     model = small_model(name)
     path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
+    rule = remap.from_to("gguf->transformers", model.config)
+    torchlift.convert(path, tmp_path / "here.safetensors", rename=rule)
+    again = torchlift.skeleton(type(model), model.config)
+    torchlift.load(again, tmp_path / "here.safetensors")
+    assert same(again, loaded(model, path))
     found, expected = loaded(model, path).state_dict(), reference(model, path).state_dict()
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -71,21 +66,6 @@ def test_every_architecture_is_what_transformers_reads(tmp_path, name, kind):
             assert torch.allclose(found[key], tensor, rtol=1e-6), key
         else:
             assert same(found[key], tensor), key
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-def test_the_model_computes_what_it_was_saved_from(tmp_path, name):
-    """By `convert`, too; what is added to norms costs a rounding."""
-    model = small_model(name)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    rule = remap.from_to("gguf->transformers", model.config)
-    torchlift.convert(path, tmp_path / "here.safetensors", rename=rule)
-    again = torchlift.skeleton(type(model), model.config)
-    torchlift.load(again, tmp_path / "here.safetensors")
-    with torch.no_grad():
-        expected = model(**inputs(model)).logits
-        for made in (loaded(model, path), again.eval()):
-            assert torch.allclose(made(**inputs(model)).logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_the_error_for_a_gguf_file_names_the_rename_that_loads_it(tmp_path):
@@ -189,58 +169,56 @@ def _heavy(folder: Path) -> Path:
     return folder / "heavy.gguf"
 
 
-def _load_heavy(path: Path, way: str) -> None:
+def _load_and_convert(path: Path) -> None:
     config = hf.LlamaConfig(
         hidden_size=4096, intermediate_size=8, num_hidden_layers=1, num_attention_heads=32,
         vocab_size=8, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     model = torchlift.skeleton(hf.LlamaForCausalLM, config)
     rule = remap.from_to("gguf->transformers", config)
-    measure.mark("ready")
-    if way == "convert":
-        torchlift.convert(path, path.with_suffix(".safetensors"), rename=rule)
-        return
     device = remap.by_pattern({"self_attn": "cpu", "": "meta"})
+    measure.mark("ready")
     torchlift.load(
         model, path, rename=rule, dtype="bfloat16", device=device, allow_missing=["*"],
     )  # fmt: skip
+    measure.mark("loaded")
+    torchlift.convert(path, path.with_suffix(".safetensors"), rename=rule)
 
 
-@pytest.mark.parametrize(("way", "owned"), [("load", 128), ("convert", 0)])
-def test_blocks_become_numbers_some_at_a_time(tmp_path, way, owned):
+def test_blocks_become_numbers_some_at_a_time(tmp_path):
     """What stays, and no matrix twice: one alone would be 64 MiB of float32."""
-    child = measure.in_child(_load_heavy, _heavy(tmp_path), way)
-    start = child.memory.marks[0]
-    rows = [row for row in child.memory.timeline if row.seconds >= start.seconds]
-    peak = (max(row.anonymous for row in rows) - start.anonymous) / 2**20
-    assert owned < peak + 1 < owned + 64
+    use = measure.in_child(_load_and_convert, _heavy(tmp_path)).memory
+    ready, loaded = use.marks
+    for start, end, owned in ((ready, loaded.seconds, 128), (loaded, use.seconds, 0)):
+        rows = [row for row in use.timeline if start.seconds <= row.seconds <= end]
+        peak = (max(row.anonymous for row in rows) - start.anonymous) / 2**20
+        assert owned < peak + 1 < owned + 64
 
 
 # ---- openai-whisper
 
 
-def test_the_table_for_whisper_gives_the_model_that_was_saved(tmp_path):
-    """The rules of the migration guide name every tensor; the model computes the same."""
+def test_the_table_for_whisper_names_every_tensor():
+    """The rules of the migration guide, for all names of a model of openai-whisper."""
     page = Path(__file__).parents[2].joinpath("docs", "guide", "migration.rst").read_text("utf-8")
     start = page.index("   whisper = remap.rules([")
     named: dict[str, Any] = {"remap": remap}
     exec(dedent(page[start : page.index("\n   ])", start) + len("\n   ])")]), named)
-    torch.manual_seed(0)
-    theirs = Whisper(size=32, heads=4, mels=8, length=32, words=128).eval()
-    torch.save({"model_state_dict": theirs.state_dict()}, tmp_path / "tiny.pt")
-    config = hf.WhisperConfig(
-        num_mel_bins=8, d_model=32, vocab_size=128, max_source_positions=32,
-        max_target_positions=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    ours = torchlift.skeleton(hf.WhisperForConditionalGeneration, config)
-    words = {"root": "model_state_dict", "rename": named["whisper"]}
-    torchlift.load(ours, tmp_path / "tiny.pt", **words)
-    mel, tokens = torch.randn(2, 8, 64), torch.randint(3, 128, (2, 7))
-    with torch.no_grad():
-        found = ours.eval()(input_features=mel, decoder_input_ids=tokens).logits
-        assert torch.allclose(found, theirs(mel, tokens), atol=1e-5)
+    theirs = {"decoder.token_embedding.weight", "decoder.mask"}
+    for part, ends, attentions in (
+        ("encoder", ("conv1", "conv2", "ln_post"), ("attn",)),
+        ("decoder", ("ln",), ("attn", "cross_attn")),
+    ):
+        names = [*("mlp.0", "mlp.2", "mlp_ln"), *(f"{name}_ln" for name in attentions)]
+        names += [f"{name}.{each}" for name in attentions for each in ("query", "value", "out")]
+        names = [*ends, *(f"blocks.{n}.{name}" for n in range(2) for name in names)]
+        theirs |= {f"{part}.{name}.{kind}" for name in names for kind in ("weight", "bias")}
+        theirs |= {f"{part}.blocks.{n}.{name}.key.weight" for n in range(2) for name in attentions}
+        theirs.add(f"{part}.positional_embedding")
+    config = hf.WhisperConfig(d_model=24, encoder_layers=2, decoder_layers=2)
+    ours = torchlift.skeleton(hf.WhisperForConditionalGeneration, config).state_dict()
+    found = [named["whisper"](name) for name in theirs]
+    assert sorted(filter(None, found)) == sorted(ours.keys() - {"proj_out.weight"})
 
 
 # ---- the rule as a value
@@ -350,20 +328,6 @@ def test_experts_may_be_fused_in_the_file(tmp_path):
     made = torchlift.skeleton(type(model), model.config)
     torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
     assert same(made, model)
-
-
-def test_a_missing_layer_is_missing(tmp_path):
-    """And one that the model lacks is unexpected."""
-    model = small_model("LlamaForCausalLM")
-    more = small_model("LlamaForCausalLM", num_hidden_layers=3)
-    path = write_gguf(model, tmp_path / "m.gguf")
-    with pytest.raises(
-        MismatchError, match=r"missing \(9\): model.layers.2.self_attn.q_proj.weight"
-    ):
-        torchlift.load(more, path, rename=remap.from_to("gguf->transformers", more))
-    path = write_gguf(more, tmp_path / "more.gguf")
-    with pytest.raises(MismatchError, match=r"unexpected \(9\): blk.2."):
-        torchlift.load(model, path, rename=remap.from_to("gguf->transformers", model))
 
 
 def test_half_of_the_experts_are_not_all(tmp_path):

@@ -117,18 +117,6 @@ def test_disk_takes_what_fits_nowhere() -> None:
     assert "disk: 12.0 KiB\n" in str(found)
 
 
-def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
-    """And what the next step would have been."""
-    with pytest.raises(PlacementError) as caught:
-        remap.fit(Model(), {"cuda:0": "12KiB", "cuda:1": "17KiB"})
-    assert str(caught.value) == (
-        "'blocks.3': does not fit: the tensors take 40.0 KiB, the budgets are 29.0 KiB. "
-        "Used: cuda:0 12.0 KiB of 12.0 KiB, cuda:1 16.0 KiB of 17.0 KiB. "
-        "12.0 KiB remain, and the next layer takes 8.0 KiB. Raise a budget, pass a "
-        'smaller dtype=, or add budgets={..., "disk": None} to leave the remaining layers on disk.'
-    )
-
-
 @pytest.mark.parametrize(
     ("budgets", "no_split", "message"),
     [
@@ -147,23 +135,6 @@ def test_a_size_that_is_none_is_refused(budgets) -> None:
     """Before anything is computed."""
     with pytest.raises(ValueError, match="size"):
         remap.fit(Model(), budgets)
-
-
-def test_accelerate_runs_a_model_by_the_map_and_what_is_on_disk_stays_mapped(tmp_path) -> None:
-    """Its hooks are given the map with the host for the disk; the weights are those of the file."""
-    accelerate = pytest.importorskip("accelerate")
-    original = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    path = saved(original.state_dict(), tmp_path)
-    model = torchlift.skeleton(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))))
-    found = remap.fit(model, {"cpu": "9KiB", "disk": None})
-    assert set(found.values()) == {"cpu", "disk"}
-    report = torchlift.load(model, path, device=found, source="read")
-    assert {item.source for item in report.loaded.values()} == {"mmap", "read"}
-    before = [parameter.data_ptr() for parameter in model.parameters()]
-    devices = {name: "cpu" if at == "disk" else at for name, at in found.items()}
-    accelerate.dispatch_model(model, devices, main_device=found.main, force_hooks=True)
-    assert torch.equal(model(torch.ones(1, 32)), original(torch.ones(1, 32)))
-    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 # ---- checkpoints

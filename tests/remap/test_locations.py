@@ -101,15 +101,10 @@ def stays(storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
 EQUIVALENTS: dict[str, tuple[tuple[str, ...], Any, Load]] = {
     "None": (("cpu", "cpu"), None, into_model()),
     "a string": (("cuda:0", "cpu"), "cpu", into_model()),
-    "a string, spelled out": (("cuda:0", "cpu"), "cpu", into_model("cpu")),
-    "a device": (("cuda:3", "xpu:1"), torch.device("cpu"), into_model(torch.device("cpu"))),
     "a dict": (
         ("cuda:0", "cuda:1", "cpu"),
         {"cuda:0": "cpu", "cuda:1": "cpu"},
         into_model(remap.by_location({"cuda:0": "cpu", "cuda:1": "cpu"})),
-    ),
-    "a dict that is about less than the file": (
-        ("cuda:1", "cpu"), {"cuda:1": "cpu"}, into_model(remap.by_location({"cuda:1": "cpu"})),
     ),
     "a callable": (("cuda:0", "mps", "cpu"), stays, into_model()),
     "a callable that looks at the tag": (
@@ -134,14 +129,3 @@ def test_every_form_of_map_location_has_an_equivalent(tmp_path, form) -> None:
     for key, tensor in expected.items():
         assert found[key].device == tensor.device, key
         assert same(found[key], tensor), key
-
-
-def test_map_location_meta_is_the_index(tmp_path) -> None:
-    """Shapes and dtypes without values need no tensors at all."""
-    path = write_tagged(tmp_path / "model.pt", "cuda:0", "cpu")
-    expected = torch.load(path, map_location="meta")
-    with torchlift.open(path) as ckpt:
-        for key, tensor in expected.items():
-            assert tensor.is_meta
-            assert ckpt.entries[key].shape == tuple(tensor.shape)
-            assert f"torch.{ckpt.entries[key].dtype}" == str(tensor.dtype)

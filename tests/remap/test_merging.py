@@ -448,11 +448,8 @@ def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
     ("call", "message"),
     [
         (lambda: remap.merge([], "w"), "one pattern, or several different"),
-        (lambda: remap.merge(["a", "a"], "w", cat=0), "one pattern, or several different"),
         (lambda: remap.merge("*.a", "w"), "every pattern must contain *"),
-        (lambda: remap.merge("a.{i}", "w.{i}", cat=0), "every pattern must contain *"),
         (lambda: remap.merge(["a{i}", "b"], "w", cat=0, stack=0), "every pattern contains one {"),
-        (lambda: remap.merge("a{i}{j}", "w", stack=0), "every pattern contains one {"),
         (lambda: remap.merge(["a{i}", "b{i}"], "w", stack=0), "and cat= for the patterns"),
         (lambda: remap.merge(["a", "b"], "w", stack=0, cat=0), "numbers in several patterns"),
         (lambda: remap.merge(["a", "b"], "w"), "pass stack= or cat="),

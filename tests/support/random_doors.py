@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
+from zoo import Stated, same
 
 import torchlift
 import torchlift.distributed
@@ -139,19 +140,12 @@ class Odd(nn.Module):
         self.register_parameter("absent", None)
 
 
-class Extra(nn.Module):
+class Extra(Stated):
     """Has extra state: plain data, a tensor, or both."""
 
     def __init__(self, kind: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(2))
-        self.kind, self.extra = kind, [3, torch.rand(2), {"a": 1, "b": torch.rand(1)}][kind]
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
+        super().__init__([3, torch.rand(2), {"a": 1, "b": torch.rand(1)}][kind])
+        nn.init.uniform_(self.weight)
 
 
 class Shared(nn.Module):
@@ -266,19 +260,7 @@ def _tie(model: nn.Module, choose: random.Random) -> None:
                 getattr(module, kind)[name] = choose.choice(others)
 
 
-class State(NamedTuple):
-    """What is loaded.
-
-    Attributes:
-        values: A state dict.
-        is_plain: Whether safetensors can hold it.
-    """
-
-    values: Any
-    is_plain: bool
-
-
-def state_for(seed: int, model: nn.Module, *, casts: bool) -> State:
+def state_for(seed: int, model: nn.Module, *, casts: bool) -> Any:
     """Return a state dict for the model of a seed. A part of them does not fit.
 
     Args:
@@ -329,8 +311,7 @@ def state_for(seed: int, model: nn.Module, *, casts: bool) -> State:
             and sum(v is both[1] for v in state.values()) == 1
         ):
             state[two] = both[0].detach().reshape(both[1].shape)
-    is_plain = all(isinstance(value, torch.Tensor) for value in state.values())
-    return State(state, is_plain)
+    return state
 
 
 def _value_for(tensor: Any, key: str, choose: random.Random, *, casts: bool) -> torch.Tensor:
@@ -447,14 +428,6 @@ def _slot(tensor: torch.Tensor) -> Any:
     }
 
 
-def _is_same(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        if one.is_meta or two.is_meta:
-            return one.device == two.device
-        return one.shape == two.shape and one.dtype == two.dtype and _raw(one) == _raw(two)
-    return bool(type(one) is type(two) and one == two)
-
-
 def _strides(tensor: torch.Tensor) -> Any:
     """Strides that mean something: not of empty tensors, nor of sizes of 1."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -526,7 +499,7 @@ def differences(
         for fact, value in facts.items():
             found = have.get(fact)
             if other is not None and (
-                fact in ("stride", "gradient") or _is_same(found, either.get(fact))
+                fact in ("stride", "gradient") or same(found, either.get(fact))
             ):
                 continue
             if fact == "dtype" and (door.is_blank or is_assigned):
@@ -536,7 +509,7 @@ def differences(
             if fact == "values" and found is not None:
                 # torch's assign=True takes the dtype of the file, `load` that of the live model.
                 value = value.to(found.dtype) if is_assigned else value
-                if _is_same(found if found.is_meta else found.to(value.dtype), value):
+                if same(found if found.is_meta else found.to(value.dtype), value):
                     continue
             elif found == value:
                 continue
@@ -621,7 +594,8 @@ def run(seed: int, door: Door, folder: Path) -> str:
     theirs = build(seed)
     casts = not ((door.is_blank or door.mode == "assign") and seed % 3)
     state = state_for(seed, theirs, casts=casts)
-    if door.source == "safetensors" and not state.is_plain:
+    is_plain = all(isinstance(value, torch.Tensor) for value in state.values())
+    if door.source == "safetensors" and not is_plain:
         return "no safetensors"
     choose = random.Random(seed + 2)
     strict = choose.random() < 0.6
@@ -630,8 +604,8 @@ def run(seed: int, door: Door, folder: Path) -> str:
         for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
             if one.requires_grad and one.is_leaf and not nn.parameter.is_lazy(one):
                 one.grad, two.grad = torch.ones_like(one), torch.ones_like(two)
-    source: Any = fresh(state.values)
-    values = fresh(state.values)
+    source: Any = fresh(state)
+    values = fresh(state)
     if door.source != "memory":
         source = folder / f"x.{door.source}"
         if door.source == "pt":
@@ -683,15 +657,15 @@ def run(seed: int, door: Door, folder: Path) -> str:
     other = None
     if door.mode == "assign" and (door.is_blank or seed % 3):
         again = build(seed)
-        again.load_state_dict(fresh(state.values), strict=strict, assign=door.is_blank)
+        again.load_state_dict(fresh(state), strict=strict, assign=door.is_blank)
         other = facts_of(again)
     wrong = [*differences(after, expected, door, other)]
     end = excuse(seed, wrong, ours, expected, door)
     assert end is not None, wrong
     if not assign and not door.is_blank:  # the same objects stay
         for slot, tensor in expected.tensors.items():
-            same = start.get(slot) is tensor, before.tensors.get(slot) is after.tensors[slot]
-            assert same[0] == same[1] or same[1], (slot, "object stays in torch, and here", same)
+            stays = start.get(slot) is tensor, before.tensors.get(slot) is after.tensors[slot]
+            assert stays[1] or not stays[0], (slot, "object stays in torch, and here", stays)
     return end
 
 
@@ -730,7 +704,7 @@ def _halve(_: nn.Module, state: Any, *__: Any) -> None:
 def run_sharded(seed: int, folder: Path) -> str:
     """Load into a model of FSDP2 on all ranks, and into a bare one with torch. See `run`."""
     theirs, ours = _shardable(seed), _shardable(seed)
-    state = state_for(seed, theirs, casts=False).values
+    state = state_for(seed, theirs, casts=False)
     choose = random.Random(seed + 2)
     strict, is_blank, door = choose.random() < 0.6, choose.random() < 0.5, choose.randrange(3)
     if is_blank:
@@ -765,7 +739,7 @@ def run_sharded(seed: int, folder: Path) -> str:
     for name, tensor in theirs.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             found, flag = whole[name]
-            assert _is_same(found, tensor.detach()), (seed, name, found, tensor)
+            assert same(found, tensor.detach()), (seed, name, found, tensor)
             assert flag == tensor.requires_grad, (seed, name)
     attributes = facts_of(theirs).attributes
     for (path, name), value in attributes.items():

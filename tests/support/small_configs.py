@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
 _REFUSED = ((), ("head_dim",), ("num_heads", "patch_size"), ("num_hidden_layers", "num_layers"))
 
 
-def small_config(kind: Any) -> Any:
+def small_config(kind: Any, **changes: Any) -> Any:
     """A configuration of this class, and of what is inside of it, with small sizes."""
     known = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
     try:
@@ -47,7 +47,8 @@ def small_config(kind: Any) -> Any:
             words[name] = small_config(inner)
     for names in _REFUSED:
         try:
-            return kind(**{name: value for name, value in words.items() if name not in names})
+            left = {name: value for name, value in words.items() if name not in names}
+            return kind(**{**left, **changes})
         except Exception as error:
             refused = error
     raise refused

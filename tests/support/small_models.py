@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from zoo import Holder, Mixed, Scalar, Tied, Two, on_meta, same
+from zoo import Holder, Mixed, Tied, Two, on_meta, same
 
 import torchlift
 
 __all__ = [
-    "Holder", "Mixed", "Scalar", "Tied", "Two", "assert_holds", "dense", "entry", "on_meta",
+    "Holder", "Mixed", "Tied", "Two", "assert_holds", "dense", "entry", "on_meta",
     "randomised", "saved", "state_of", "tensors_of", "unchanged",
 ]  # fmt: skip
 

@@ -47,12 +47,18 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-class Scalar(nn.Module):
-    """A parameter without dimensions."""
+class Stated(nn.Module):
+    """A weight, and extra state of any kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra: Any = None) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.tensor(1.0))
+        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
 
 class Holder(nn.Module):
