@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import math
 import os
-import re
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,8 +20,7 @@ from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift import open as open_index
-from torchlift.cli.output import print_json, spelled
-from torchlift.errors import Argument, Hint
+from torchlift.cli.output import print_json
 
 
 def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
@@ -51,21 +47,16 @@ class Trap:
         return print, ("called",)
 
 
-def write_safetensors(path: Path, *keys: str) -> Path:
-    """A file with one float32 vector of two elements per key."""
-    header = {
-        key: {"dtype": "F32", "shape": [2], "data_offsets": [8 * i, 8 * i + 8]}
-        for i, key in enumerate(keys)
-    }
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8 * len(keys)))
+def vectors(path: Path, *keys: str) -> Path:
+    """A safetensors file with a vector of two elements for each key."""
+    save_file({key: torch.zeros(2) for key in keys}, path)
     return path
 
 
 @pytest.fixture
 def small(tmp_path) -> Path:
     """A checkpoint of three tensors."""
-    return write_safetensors(tmp_path / "small.safetensors", "a.weight", "a.bias", "b.weight")
+    return vectors(tmp_path / "small.safetensors", "a.bias", "a.weight", "b.weight")
 
 
 def test_inspect_prints_every_tensor_and_the_totals(small) -> None:
@@ -86,8 +77,8 @@ dtypes     float32 (3)
 locations  cpu (3)
 
 key       size  dtype    shape
-a.weight  8 B   float32  2
 a.bias    8 B   float32  2
+a.weight  8 B   float32  2
 b.weight  8 B   float32  2
 """
     )
@@ -102,13 +93,8 @@ def table(*args: object) -> list[list[str]]:
 
 def test_inspect_chooses_sorts_and_descends(tmp_path) -> None:
     """--tensors, --filter, --sort and --root change what is listed, alone and together."""
-    header, at = {}, 0
-    for key, count in {"m.10.b": 1, "m.2.w": 3, "m.2.b": 1, "head": 9}.items():
-        header[key] = {"dtype": "F32", "shape": [count], "data_offsets": [at, at + 4 * count]}
-        at += 4 * count
-    text = json.dumps(header).encode()
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+    path, sizes = tmp_path / "m.pt", {"m.10.b": 1, "m.2.w": 3, "m.2.b": 1, "head": 9}
+    torch.save({key: torch.zeros(size) for key, size in sizes.items()}, path)
 
     def keys(*args: str) -> list[str]:
         return [row[0] for row in table(path, *args)[1:]]
@@ -184,7 +170,7 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
 )  # fmt: skip
 def test_inspect_lists_as_many_lines_as_asked_for(tmp_path, options, listed, rest) -> None:
     """As many as fit a screen, any number with --rows, everything with --all or --tensors."""
-    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
+    path = vectors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
     found = torchlift("inspect", path, *options).stdout
     assert found.count("layer") == listed
     assert found.endswith(rest)
@@ -206,27 +192,6 @@ def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content) -> Non
     assert ("no such file" in done.stderr) == (content is None)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        [],
-        ["nonsense"],
-        ["inspect"],
-        ["inspect", "--rows", "-1", "x"],
-        ["inspect", "x", "--what"],
-        ["inspect", "x", "--sort", "beauty"],
-    ],
-    ids=str,
-)
-def test_wrong_usage_is_status_2_with_the_usage(args) -> None:
-    """What cannot be parsed is answered with how to call it."""
-    done = torchlift(*args)
-    assert done.returncode == 2
-    command = "torchlift inspect" if args[:1] == ["inspect"] else "torchlift"
-    assert done.stderr.startswith(f"usage: {command} [-h]")
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_every_command_explains_itself(name) -> None:
     """Each command has a help text of its own, and is named in the general one."""
@@ -238,7 +203,7 @@ def test_every_command_explains_itself(name) -> None:
 
 def test_a_key_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
     """With an ASCII terminal a Japanese key is printed as escapes, not as a traceback."""
-    path = write_safetensors(tmp_path / "utf8.safetensors", "重み")
+    path = vectors(tmp_path / "utf8.safetensors", "重み")
     done = torchlift("inspect", path, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0
     assert r"\u91cd\u307f" in done.stdout
@@ -246,7 +211,7 @@ def test_a_key_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
 
 def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path) -> None:
     """`torchlift inspect ... | head` ends quietly, with the status of a broken pipe."""
-    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i}" for i in range(20_000)))
+    path = vectors(tmp_path / "many.safetensors", *(f"layer{i}" for i in range(20_000)))
     command = [sys.executable, "-m", "torchlift", "inspect", "--all", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -277,7 +242,7 @@ def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
 
 def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
     """0 for equal, 1 for different, 2 for trouble; containers of the files can be compared."""
-    other = write_safetensors(tmp_path / "other.safetensors", "a.weight", "b.weight", "c")
+    other = vectors(tmp_path / "other.safetensors", "a.weight", "b.weight", "c")
     done = torchlift("diff", small, small)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "equal: 3 of 3 tensors alike, 24 B\n"
@@ -345,22 +310,6 @@ def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys) -> N
     assert "pip install shtab" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_every_option_of_every_command_is_in_a_completion(shell) -> None:
-    """What a help text lists, a shell completes."""
-    script = torchlift("completion", shell).stdout
-    for name in cli.COMMANDS:
-        assert name in script
-        options = set(
-            re.findall(r"--([a-z0-9-]+)", torchlift(name, "--help").stdout.split("\n\n")[0])
-        )
-        for option in options:
-            assert re.search(f"-l '?{option}\\b" if shell == "fish" else f"--{option}\\b", script)
-    syntax = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
-    if shutil.which(shell):
-        subprocess.run(syntax, input=script, text=True, check=True)
-
-
 def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path, capsys) -> None:
     """What --overwrite, --exclude and --no-verify do is said in these words, and in those alone."""
     path, other = tmp_path / "a.pt", str(tmp_path / "b.pt")
@@ -393,7 +342,7 @@ def test_a_root_that_could_mean_two_containers_names_options_that_work(tmp_path)
 def test_convert_joins_several_sources(tmp_path):
     """As a shell expands a pattern. A later file wins, as in a list."""
     for name, keys in (("a", ("x", "y")), ("b", ("z",))):
-        write_safetensors(tmp_path / f"{name}.safetensors", *keys)
+        vectors(tmp_path / f"{name}.safetensors", *keys)
     sources = sorted(tmp_path.glob("*.safetensors"))
     made = torchlift("convert", *sources, tmp_path / "out.pt", "--json")
     assert made.returncode == 0, made.stderr
@@ -407,10 +356,9 @@ def test_convert_joins_several_sources(tmp_path):
         ["convert", "--dtype", "int8"], ["convert", "--dtype", "nonsense"],
         ["convert", "--dtype", "a=cpu"], ["convert", "--format", "zip"],
         ["convert", "--max-shard-size", "abc"], ["convert", "--drop", "("],
-        ["convert", "--check", "all"], ["plan", "--device", "abc"], ["plan", "--dtype", "int8"],
-        ["plan", "--device", "bf16"], ["plan", "--budget", "abc=1GB"],
-        ["plan", "--device-map", '{"": "abc"}'], ["plan", "--ranks", "abc"],
-        ["inspect", "--sort", "abc"], ["diff", "--rtol", "abc"], ["bench", "--repeat", "abc"],
+        ["convert", "--check", "all"],
+        ["inspect", "--sort", "abc"], ["inspect", "--rows", "-1"], ["inspect", "--what", "x"],
+        ["diff", "--rtol", "abc"], ["bench", "--repeat", "abc"],
     ],
 )  # fmt: skip
 def test_a_wrong_value_of_an_option_is_wrong_usage(tmp_path, words):
@@ -423,56 +371,8 @@ def test_a_wrong_value_of_an_option_is_wrong_usage(tmp_path, words):
     )
     done = torchlift(command, *paths, option, value)
     assert done.returncode == 2, done.stderr
-    assert any(part in done.stderr for part in re.findall(r"\w+", value) or [value])
-
-
-#: Each argument that a hint names, and what a command prints for it. A command that is not in the
-#: list prints the argument of Python.
-SPELLED = [
-    (Argument("allow_classes", "[C]"), {}),
-    (Argument("allow_missing", "['x']", ("x",)), {"plan": "--allow-missing x"}),
-    (Argument("allow_missing", "[...]"), {"plan": "--no-strict"}),
-    (Argument("allow_unexpected", "[...]"), {"plan": "--no-strict"}),
-    (Argument("budgets", "{}", ("disk",)), {"plan": "--budget disk"}),
-    (Argument("check"), {"convert": "--check"}),
-    (Argument("dtype"), {"convert": "--dtype", "plan": "--dtype"}),
-    (Argument("dtype", "a callable"), {}),
-    (Argument("exclude", "['x*']", ("x*",)), {"convert": "--exclude 'x*'"}),
-    (Argument("format", "'dcp'", ("dcp",)), {"convert": "--format dcp"}),
-    (Argument("ignore_mismatched", "True"), {"plan": "--ignore-mismatched"}),
-    (Argument("include", "['x']", ("x",)), {"convert": "--include x"}),
-    (Argument("mode"), {}),
-    (Argument("overwrite", "True"), {"convert": "--overwrite"}),
-    (Argument("rename", "remap", ("x.",)), dict.fromkeys(("convert", "plan"), "--strip x")),
-    (Argument("rename"), dict.fromkeys(("convert", "plan"), "--rename")),
-    (
-        Argument("root", "'x'", ("x",)),
-        dict.fromkeys(("bench", "convert", "diff", "inspect", "plan"), "--root x"),
-    ),
-    (Argument("storage_options", "{}"), {}),
-    (Argument("transform"), {}),
-    (Argument("verify", "False"), {"convert": "--no-verify"}),
-]
-
-
-@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "completion"])
-def test_each_argument_that_a_hint_names_is_spelled_as_an_option_that_exists(command):
-    """Or marked as Python's. The list has all that the source names."""
-    calls = [
-        call
-        for path in Path(cli.__file__).parents[1].rglob("*.py")
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Argument"
-    ]
-    named = {str(ast.literal_eval(call.args[0])) for call in calls}
-    assert named == {argument.name for argument, _ in SPELLED}
-    args = Namespace()
-    cli.make_parser([command]).parse_known_args([command, *"abcd"], args)
-    options = args.parser._option_string_actions
-    for argument, commands in SPELLED:
-        found = spelled(Hint(argument), options)
-        assert found == commands.get(command, f"{argument} in Python")
-        assert found.endswith(" in Python") or found.split()[0] in options
+    assert value.rpartition("=")[2] in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
