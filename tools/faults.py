@@ -369,7 +369,7 @@ FAULTS = [
         "_transfer/write.py",
         "            os.chmod(self.descriptor, self._mode)\n",
         "            pass\n",
-        "save/test_save.py",
+        "transfer/test_write.py",
     ),
     Fault(
         "a DataLoader's worker keeps the lock of a save that has ended",

@@ -669,13 +669,3 @@ def test_views_that_only_have_a_flag_are_saved_with_their_values(
     found = torchlift.open(tmp_path / NAMES[format])
     assert torch.equal(found["conjugate"], number.conj())
     assert torch.equal(found["negative"], -number.imag)
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
-def test_a_file_that_replaces_another_one_has_its_rights(mode: int, tmp_path: Path) -> None:
-    """Whatever the mask of the process would take away."""
-    path = tmp_path / "x.pt"
-    torchlift.save({"w": torch.ones(2)}, path)
-    path.chmod(mode)
-    torchlift.save({"w": torch.zeros(2)}, path)
-    assert path.stat().st_mode & 0o777 == mode
