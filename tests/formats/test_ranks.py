@@ -506,12 +506,3 @@ def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, na
     assert not model.w.any()
     torchlift.load(model, torchlift.open(files[0]))  # as the way out says
     assert model.w.sum() == 2
-
-
-def test_a_pointer_in_the_place_of_a_rank_s_file_is_named(tmp_path: Path) -> None:
-    """That of git-lfs."""
-    for rank in range(2):
-        path = torch_file(tmp_path, "model", rank, 2, {"w": torch.ones(2)})
-    path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(FormatError, match="a git-lfs pointer"):
-        torchlift.open(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from torchlift.errors import FormatError
 from torchlift.formats.source import Source
 from torchlift.formats.table import ARCHIVES, FILES, FOLDERS, HEAD
 from torchlift.formats.zip_archive import read_directory
-
-ROWS = [*FILES, *ARCHIVES, *FOLDERS]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -40,14 +37,6 @@ def test_one_row_claims_a_file(tmp_path: Path, name: str) -> None:
             with Source(str(path)) as source:
                 (row,) = [row for row in ARCHIVES if row.is_one(read_directory(source))]
         assert row.name == ("npz" if name == "npy" else name)
-
-
-def test_a_row_names_a_function() -> None:
-    """A misspelled reader would be found by the first file of its format only."""
-    for row in ROWS:
-        for name in filter(None, (row.reader, row.complete)):
-            module, _, function = name.rpartition(".")
-            assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize("count", [122, 123, 379])
