@@ -102,16 +102,12 @@ def by_fsspec(path: Path, data: bytes) -> Any:
     return OPEN.enter_context(fsspec.open(str(path), "rb", compression="gzip"))
 
 
-def temporary(make: Callable[[], Any]) -> Callable[[Path, bytes], Any]:
-    """A file without a name, or one that goes when it is closed."""
-
-    def made(path: Path, data: bytes) -> Any:
-        file = make()
-        file.write(data)
-        file.seek(0)
-        return file
-
-    return made
+def spooled(path: Path, data: bytes) -> Any:
+    """A file without a name, which may be in memory."""
+    file = tempfile.SpooledTemporaryFile()  # noqa: SIM115
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 def written(make: Callable[[Path], Any], change: Callable[[bytes], bytes] = bytes) -> Any:
@@ -140,18 +136,13 @@ def renamed(path: Path) -> Any:
 
 KINDS: dict[str, Callable[[Path, bytes], Any]] = {
     "gzip": packed(gzip.open),
-    "bz2": packed(bz2.open),
-    "lzma": packed(lzma.open),
     "fsspec": by_fsspec,
     "tar": in_tar,
     "bytes": lambda path, data: io.BytesIO(data),
-    "temporary": temporary(tempfile.TemporaryFile),
-    "spooled": temporary(tempfile.SpooledTemporaryFile),
-    "named": temporary(tempfile.NamedTemporaryFile),
+    "spooled": spooled,
     "reader": written(lambda path: path.open("rb")),
     "raw": written(lambda path: path.open("rb", buffering=0)),
     "random": written(lambda path: path.open("r+b")),
-    "descriptor": written(lambda path: os.fdopen(os.open(path, os.O_RDONLY), "rb")),
     "mmap": written(mapped),
     "renamed": written(renamed),
     "over another raw file": written(lambda path: io.BufferedReader(Turned(path)), turned),
