@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import tensor, write_zip
+from damaged_files import flip
 from safetensors.torch import save_file
 
 from torchlift import cli
@@ -229,9 +230,7 @@ def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     verdict = "every checksum is right\n  checked: 1 storage and 3 other records, 190 B"
     assert done.stdout == f"{path}: {verdict}\n"
-    data = bytearray(path.read_bytes())
-    data[data.find(b"archive/data/0") + len("archive/data/0")] ^= 1
-    path.write_bytes(bytes(data))
+    flip(path, "w")
     done = torchlift("verify", path, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 1
@@ -319,10 +318,7 @@ def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path,
     assert cli.main(["convert", str(path), other, "--exclude", "the trap."]) == 0
     assert cli.main(["convert", str(path), other, "--exclude", "the trap."]) == 1
     assert "or pass --overwrite to replace it." in capsys.readouterr().err
-    at = open_index(path).entries["w"].chunks[0].offset
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    flip(path, "w")
     assert cli.main(["convert", str(path), other, "--exclude", "the trap.", "--overwrite"]) == 1
     assert "from a copy. --no-verify takes the bytes as they are." in capsys.readouterr().err
 

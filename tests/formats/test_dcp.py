@@ -361,7 +361,7 @@ def test_a_changed_byte_beside_numbers_is_seen_in_each_of_many_equal_items(
     start = torchlift.open(tmp_path).entries["b"].chunks[0].offset
     around = [*range(place.offset, start), *range(start + 16, place.offset + place.length)]
     find = ours._Form.find
-    for at in around:
+    for at in around[::2]:
         file.write_bytes(good[:at] + bytes([good[at] ^ 0x21]) + good[at + 1 :])
         seen.append((read(), at))
         monkeypatch.setattr(ours._Form, "find", lambda *_: None)
