@@ -7,7 +7,6 @@ are those that only this format has.
 from __future__ import annotations
 
 import io
-import math
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import ClassVar
 import pytest
 import torch
 from checkpoint_files import assert_in_bounds
-from guarded import answers, guard, look
+from guarded import guard, look
 from hub_files import damage
 from range_server import facts, serving
 from zoo import same
@@ -30,8 +29,6 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 
 State = dict[str, torch.Tensor]
-#: Most damaged files of a format. Small files have a damaged one for each byte.
-MOST = 150
 
 
 def values() -> State:
@@ -158,22 +155,6 @@ class Contract:
         assert index is not None
         assert_in_bounds(resolved(index))
 
-    def test_damage_at_any_byte_of_a_header_is_read_or_refused(
-        self, folder: Path, path: Path
-    ) -> None:
-        """Each byte outside of the values is another one: an error with a cause, or an index."""
-        spots = [(file, at) for file in files_of(path) for at in headers(file, path)]
-        step = -(-len(spots) // MOST)
-        for number, (file, at) in enumerate(spots[:: max(step, 1)]):
-            content = file.read_bytes()
-            other = (content[at] ^ 0xFF, 0, 0x7B, content[at] ^ 1)[number % 4]
-            file.write_bytes(content[:at] + bytes([other]) + content[at + 1 :])
-            with guard(folder):
-                index = look(str(path), shown=number % 8 == 0)
-            if index is not None:
-                assert_in_bounds(index)
-            file.write_bytes(content)
-
     def test_a_file_that_ends_early_is_refused(self, folder: Path, path: Path) -> None:
         """At the start and the end of each record, one byte later, and a byte before the end."""
         for file in files_of(path):
@@ -186,16 +167,6 @@ class Contract:
                 assert caught.value.file is not None
             file.write_bytes(content)
         assert look(str(path)) is not None
-
-    def test_it_costs_in_proportion_to_its_bytes(self, folder: Path, path: Path) -> None:
-        """Counted in a child: calls and memory, of the whole and of a half."""
-        (half := folder.with_name("half")).mkdir()
-        for file in folder.iterdir():
-            content = file.read_bytes()
-            (half / file.name).write_bytes(content[: len(content) // 2])
-        whole, part = answers(path, half / self.opened)
-        assert whole.kind == "Index"
-        assert part.kind != "Index"
 
     def test_behind_a_url_it_is_the_same(self, folder: Path, path: Path) -> None:
         """The index by HTTP, which lists no folder, is that of the file."""
@@ -307,14 +278,6 @@ def runs(file: Path, path: Path) -> list[tuple[int, int]]:
     return sorted(
         (place.offset, place.offset + place.nbytes) for place in places if place.file == str(file)
     )
-
-
-def headers(file: Path, path: Path) -> Iterator[int]:
-    """Yield the position of each byte that is not a value."""
-    at = 0
-    for start, stop in [*runs(file, path), (file.stat().st_size, math.inf)]:
-        yield from range(at, start)
-        at = max(at, int(stop) if stop < math.inf else at)
 
 
 def cuts(file: Path, path: Path) -> Iterator[int]:
