@@ -323,6 +323,15 @@ def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path,
     assert "from a copy. --no-verify takes the bytes as they are." in capsys.readouterr().err
 
 
+def test_a_hint_says_what_only_python_has(tmp_path) -> None:
+    """A transform is no option."""
+    torch.save({"w": torch.ones(2).to_sparse()}, tmp_path / "a.pt")
+    done = torchlift("convert", tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert "Leave it out with --exclude w, or return tensor.to_dense() from transform= in" in (
+        done.stderr
+    )
+
+
 def test_a_root_that_could_mean_two_containers_names_options_that_work(tmp_path) -> None:
     """The keys of both are converted as the error says."""
     state = {"a": {"x": torch.ones(2)}, "a.y": torch.ones(2)}
