@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from limits import limits
-from range_server import Answer, Asked, RangeServer, answering, facts, serving
+from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import write_valid
 
 import torchlift
@@ -492,6 +492,29 @@ def test_no_text_of_a_server_stands_in_an_error(
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PARTIAL = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-511/512\r\nContent-Length: 512\r\n\r\n"
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Call a function with each connection after its request, and yield the URL."""
+
+    def accept(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=one, args=(connection,), daemon=True).start()
+
+    def one(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while connection.recv(1 << 16):
+                answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=accept, args=(listening,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 @pytest.mark.parametrize(

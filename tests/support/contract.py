@@ -19,7 +19,7 @@ import torch
 from checkpoint_files import assert_in_bounds
 from guarded import guard, look
 from hub_files import damage
-from range_server import facts, serving
+from range_server import facts
 from zoo import same
 
 import torchlift
@@ -61,7 +61,6 @@ class Contract:
         has_views: whether tensors of one storage stay so.
         written: whether `torchlift.convert` writes the format.
         odd: names of `ODD` that the format takes.
-        remote: the name to open behind a URL, if the folder itself is opened elsewhere.
         exclude: keys that no conversion keeps.
         is_padded: whether bytes may follow the last value, and nothing is missing without them.
     """
@@ -73,7 +72,6 @@ class Contract:
     has_views: ClassVar[bool] = False
     written: ClassVar[bool] = False
     odd: ClassVar[list[str]] = ODD
-    remote: ClassVar[str] = ""
     exclude: ClassVar[list[str]] = []
     is_padded: ClassVar[bool] = False
 
@@ -167,19 +165,6 @@ class Contract:
                 assert caught.value.file is not None
             file.write_bytes(content)
         assert look(str(path)) is not None
-
-    def test_behind_a_url_it_is_the_same(self, folder: Path, path: Path) -> None:
-        """The index by HTTP, which lists no folder, is that of the file."""
-        url = "d/" + (self.opened or self.remote)
-        if not url.removeprefix("d/"):
-            pytest.skip("HTTP cannot list a folder")
-        with serving(folder.parent) as server:
-            there = resolved(read_index(server.url(url)))
-            with torchlift.open(server.url(url)) as ckpt:
-                assert all(same(ckpt[key], t) for key, t in self.read(folder).items())
-            report, local = torchlift.verify(server.url(url)), torchlift.verify(path)
-        assert facts(there) == facts(read_index(path))
-        assert (report.ok, report.checked, report.nbytes) == (True, local.checked, local.nbytes)
 
     def test_of_a_file_object_its_bytes_count(self, folder: Path, path: Path) -> None:
         """A file object of memory, at a position, is what the file is."""
