@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_files import tensor, write_zip
+from checkpoint_files import Call, tensor, write_zip
 from damaged_files import flip
 from safetensors.torch import save_file
 
@@ -39,13 +39,6 @@ def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "torchlift", *words], env=env, check=False, **options
     )
-
-
-class Trap:
-    """An object whose pickle is a call."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return print, ("called",)
 
 
 def vectors(path: Path, *keys: str) -> Path:
@@ -139,7 +132,7 @@ def test_inspect_reads_the_values_when_it_is_asked_to(tmp_path) -> None:
 def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> None:
     """Whatever is listed of it, and also where the whole file is refused; 0 for plain data."""
     path = tmp_path / "m.pt"
-    torch.save({"model": {"w": torch.ones(2)}, "trap": Trap(), "step": 1}, path)
+    torch.save({"model": {"w": torch.ones(2)}, "trap": Call(print, "called"), "step": 1}, path)
     for options in [], ["--json"], ["--root", "model"], ["--filter", "nothing"], ["--stats"]:
         done = torchlift("inspect", path, *options)
         shown = options in ([], ["--json"], ["--stats"])
@@ -302,7 +295,7 @@ def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys) -> N
 def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path, capsys) -> None:
     """What --overwrite, --exclude and --no-verify do is said in these words, and in those alone."""
     path, other = tmp_path / "a.pt", str(tmp_path / "b.pt")
-    torch.save({"w": torch.ones(2), "the trap.": Trap()}, path)
+    torch.save({"w": torch.ones(2), "the trap.": Call(print, "called")}, path)
     assert cli.main(["convert", str(path), other]) == 3
     assert "Leave it out: --exclude 'the trap.'." in capsys.readouterr().err
     assert cli.main(["convert", str(path), other, "--exclude", "the trap."]) == 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_files import Call
 from dcp_files import describe, write_dcp
 from hub_files import damage
 from torch import nn
@@ -133,9 +134,7 @@ def test_metadata_per_rank_is_merged(saved: Path) -> None:
         torchlift.open(saved)
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("echo run > evil",)
+EVIL = Call(os.system, "echo run > evil")
 
 
 def _info(metadata: Metadata, key: str) -> _StorageInfo:
@@ -174,8 +173,8 @@ def _chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Metadata], None]:
 
 #: What is wrong -> how the metadata is changed, and words of the error.
 REFUSED: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "foreign global": (lambda m: m.state_dict_metadata.update(x=Evil()), "foreign global"),
-    "foreign planner": (lambda m: setattr(m, "planner_data", Evil()), "foreign global"),
+    "foreign global": (lambda m: m.state_dict_metadata.update(x=EVIL), "foreign global"),
+    "foreign planner": (lambda m: setattr(m, "planner_data", EVIL), "foreign global"),
     "absolute": (_set("model.weight", relative_path="/etc/passwd"), "plain relative"),
     "missing file": (_set("model.weight", relative_path="__9_0.distcp"), "a shard is missing"),
     "negative": (_set("model.weight", offset=-5), "invalid size or offset"),
@@ -240,7 +239,7 @@ def test_a_list_that_was_saved_in_part_is_a_dict_by_position(saved: Path) -> Non
 def test_objects_that_need_code_are_listed_and_blocked(tmp_path: Path) -> None:
     """They come neither as tensors nor as objects, and asking for one says why."""
     dcp.save(
-        {"w": torch.ones(2), "bad": Evil(), "mixed": {"t": torch.ones(1)}},
+        {"w": torch.ones(2), "bad": EVIL, "mixed": {"t": torch.ones(1)}},
         checkpoint_id=tmp_path,
         no_dist=True,
     )

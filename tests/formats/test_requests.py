@@ -6,7 +6,6 @@ import json
 import socket
 import warnings
 import zipfile
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import gguf_writer
-from range_server import Answer, Asked, RangeServer, facts, serving
+from range_server import Answer, Asked, RangeServer, facts
 from safetensors.torch import save_file
 
 import torchlift
@@ -24,14 +23,6 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index
 
 WINDOW = 1 << 16
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RangeServer]:
-    """A server of what is in a folder."""
-    (tmp_path / "served").mkdir()
-    with serving(tmp_path / "served") as state:
-        yield state
 
 
 def opened(server: RangeServer, name: str, requests: int, nbytes: int) -> Index:

@@ -60,14 +60,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path / ".metadata" if path.is_dir() else path
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RangeServer]:
-    """A server of what is in a folder."""
-    (tmp_path / "served").mkdir(exist_ok=True)
-    with serving(tmp_path / "served") as state:
-        yield state
-
-
 def read(server: RangeServer, place: Path, **options: object) -> object:
     """Return what a URL says, all of it, and verify its bytes."""
     url = f"{server.url(str(place.relative_to(server.folder)))}?sig={SECRET}"
