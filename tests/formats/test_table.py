@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import format_tables
 import numpy as np
 import pytest
 import torch
@@ -66,15 +64,3 @@ def test_a_folder_of_two_formats_is_refused(tmp_path: Path, names: tuple[str, st
     with pytest.raises(FormatError, match="two checkpoints of one model") as caught:
         torchlift.open(tmp_path)
     assert set(str(caught.value.found).split(", ")) == set(names)
-
-
-def test_the_docs_list_each_format_once() -> None:
-    """The tables of the page are made from the rows."""
-    listed = re.findall(r'``"([a-z0-9-]+)"``', torchlift.Checkpoint.__doc__ or "")
-    rows = {cells[0].strip("`"): cells[2] for cells in format_tables.read_rows()}
-    assert sorted(rows) == sorted(set(listed))
-    written = [name for name, text in rows.items() if text == "read and written"]
-    assert sorted(written) == ["dcp", "safetensors", "sharded", "torch-zip"]
-    kinds = dict(format_tables.named_rows())
-    assert "numpy\\_helper" in kinds["an ONNX model"]
-    assert all(hint.endswith(tuple(").abcdefghijklmnopqrstuvwxyz")) for hint in kinds.values())
