@@ -8,6 +8,7 @@ import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,13 +70,13 @@ def change(path: Path, edit: Callable[[Metadata], object]) -> Path:
 
 
 def in_chunks(path: Path, whole: torch.Tensor, boxes: list[Any]) -> Path:
-    """Write a directory in which the tensor "w" consists of these boxes."""
+    """Write a directory in which a weight consists of these boxes."""
     items = {}
     for start, shape in boxes:
         part = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
         torch.save(whole[part].clone(), item := io.BytesIO())
-        items["w", start] = item.getvalue()
-    return write_dcp(path, {"w": describe(tuple(whole.shape), *boxes)}, items)
+        items["weight", start] = item.getvalue()
+    return write_dcp(path, {"weight": describe(tuple(whole.shape), *boxes)}, items)
 
 
 GRID = [((0, 0), (3, 2)), ((0, 2), (3, 3)), ((3, 0), (2, 5))]
@@ -101,22 +102,17 @@ def test_a_tensor_in_chunks_is_put_together(
     whole = torch.randn(5, 5)
     path = in_chunks(tmp_path / "ck", whole, boxes)
     with torchlift.open(path) as ckpt:
-        assert torch.equal(ckpt["w"], whole)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(5, 5))
-
-    for model in (Model(), torchlift.skeleton(Model)):
+        assert torch.equal(ckpt["weight"], whole)
+    make = partial(nn.Linear, 5, 5, bias=False)
+    for model in (make(), torchlift.skeleton(make)):
         torchlift.load(model, path, mode=mode, source=source)
-        assert torch.equal(model.w, whole)
-    model = torchlift.skeleton(Model)
+        assert torch.equal(model.weight, whole)
+    model = torchlift.skeleton(make)
     torchlift.load(model, path, mode=mode, source=source, dtype=torch.float16)
-    assert torch.equal(model.w, whole.half())
-    doubled = torchlift.skeleton(Model)
+    assert torch.equal(model.weight, whole.half())
+    doubled = torchlift.skeleton(make)
     torchlift.load(doubled, path, transform=lambda key, t: t * 2, source=source)
-    assert torch.equal(doubled.w, whole * 2)
+    assert torch.equal(doubled.weight, whole * 2)
 
 
 def test_metadata_per_rank_is_merged(saved: Path) -> None:

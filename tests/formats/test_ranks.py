@@ -21,6 +21,7 @@ from doors import refused_by_all
 from rank_files import Described, Era, make_model, save_ranks, torch_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from zoo import Holder
 
 import torchlift
 from torchlift import remap
@@ -151,8 +152,7 @@ def test_one_rank_s_slice_is_never_taken_for_the_whole(tmp_path: Path) -> None:
     """A file of one rank is opened for what it is; the hint leads to the whole tensors."""
     era, whole = Era(), torch.arange(8.0).view(4, 2)
     first, second = sorted(era.save_rows(tmp_path / "d", whole).iterdir())
-    model, dtensor = torch.nn.Module(), torch.distributed.tensor.DTensor
-    model.w = torch.nn.Parameter(torch.zeros(2, 2))
+    model, dtensor = Holder({"w": torch.zeros(2, 2)}), torch.distributed.tensor.DTensor
     doors: list[Callable[[Any], Any]] = [
         lambda path: torchlift.open(path)["w"],
         lambda path: torchlift.open(path).get("w"),
@@ -488,8 +488,7 @@ def test_one_of_the_slices_of_other_programs_is_not_the_model(tmp_path: Path, na
     files = [tmp_path / "slices" / name.format(rank) for rank in range(2)]
     for file in files:
         torchlift.save({"w": torch.ones(2)}, file)
-    model = torch.nn.Module()
-    model.w = torch.nn.Parameter(torch.zeros(2))
+    model = Holder({"w": torch.zeros(2)})
     for place in (tmp_path / "slices", *files, files):
         with pytest.raises(FormatError, match="do not say how to join them"):
             torchlift.load(model, place)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoint_files import gguf_writer
 from range_server import Answer, Asked, RangeServer, facts
 from safetensors.torch import save_file
@@ -80,19 +81,12 @@ def test_a_set_takes_two_requests_and_two_for_each_file(server: RangeServer) -> 
     opened(server, index.name, 2 + 2 * 6, 8 * 300_000)
 
 
-def distributed(folder: Path) -> None:
-    """A DCP folder with tensors and values."""
-    import torch.distributed.checkpoint as dcp
-
-    state = {"model": {f"w{n}": torch.randn(300, 100) for n in range(30)}, "step": 4}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder)
-
-
 def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     """And the values that are no tensors, which lie together; a tensor's own item comes later."""
-    distributed(server.folder / "step4")
+    state = {"model": {f"w{n}": torch.randn(300, 100) for n in range(30)}, "step": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id=server.folder / "step4")
     server.forget()
     found, local = read_index(server.url("step4/.metadata")), read_index(server.folder / "step4")
     assert server.requests <= 4

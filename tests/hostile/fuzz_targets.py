@@ -3,8 +3,8 @@
     PYTHONPATH=src:tests/support python tests/hostile/fuzz_targets.py every -max_total_time=60
 
 Whatever bytes a file has, reading it and listing all of its content ends with an answer or with a
-`CheckpointError` that knows its cause. Nothing is imported, run, written, or opened besides the file
-itself. Memory stays within what a small file may cost.
+`CheckpointError` that knows its cause. Nothing is imported, run, written, or opened besides the
+file itself. Memory stays within what a small file may cost.
 
 An input is a list of parts (see `valid_files`), each behind its length.
 """

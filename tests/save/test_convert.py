@@ -61,20 +61,17 @@ def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
         assert same(found[f"model.module.{key}"], state["model"][f"module.{key}"])
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A module with a buffer, in a place that begins with the name of a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    return nn.ModuleDict({"model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))})
 
 
 def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
     """Name -> a training's checkpoint, and the container of its model."""
-    net = Net()
-    state = torch.optim.AdamW(net.parameters()).state_dict()
-    both = {"optimizer": state, "model": net.state_dict(), "config.yaml": "a: 1"}
-    lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
+    model = net()
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    both = {"optimizer": state, "model": model.state_dict(), "config.yaml": "a: 1"}
+    lightning = {"epoch": 1, "state_dict": model.state_dict(), "loops": {"fit": {"a.b": 1}},
                  "callbacks": {}, "optimizer_states": [state]}  # fmt: skip
     torch.save(both, folder / "both.pt")
     torch.save(lightning, folder / "last.ckpt")
@@ -96,7 +93,7 @@ def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them
             assert f"  hint: {report.hint}" in str(report).splitlines()
             mended = torchlift.convert(src, dst, root=root, overwrite=True)
             assert mended.hint is None
-            torchlift.load(Net(), dst)
+            torchlift.load(net(), dst)
         if isinstance(src, Path):
             words = ["convert", str(src), str(tmp_path / "x.safetensors"), "--overwrite"]
             assert main(words) == 0
@@ -108,7 +105,7 @@ def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them
 @pytest.mark.parametrize("kind", ["state dict", "extra state", "nested", "flat"])
 def test_keys_that_are_a_model_s_own_get_no_hint(tmp_path: Path, kind: str) -> None:
     """Dots alone make no container, nor does what is nested because the model is."""
-    src, state = tmp_path / "x.pt", dict[str, Any](Net().state_dict())
+    src, state = tmp_path / "x.pt", dict[str, Any](net().state_dict())
     if kind == "extra state":
         state["model.0._extra_state"] = {"scale.of": torch.ones(1)}
     elif kind == "nested":

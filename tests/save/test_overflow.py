@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,6 @@ def large(path: Path) -> dict[str, torch.Tensor]:
     state["empty"] = torch.ones(0, 3)
     torch.save(state, path)
     return state
-
-
-class Vector(nn.Module):
-    """Two numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(2))
 
 
 DOORS = ["file", "memory", "transform", "transposed", "safetensors"]
@@ -71,17 +64,16 @@ def test_each_narrower_dtype_counts(
 ) -> None:
     """Also if the dtype has no infinity: torch then takes its largest value."""
     w = torch.tensor([1.0, value], dtype=torch.float64).to(getattr(torch, stored))
-    path, model = tmp_path / "m.pt", torchlift.skeleton(Vector)
-    torch.save({"w": w}, path)
+    path, make = tmp_path / "m.pt", partial(torchlift.skeleton, nn.Linear, 2, 1, bias=False)
+    torch.save({"weight": w[None]}, path)
     report = torchlift.convert(path, tmp_path / "new.pt", dtype=becomes)
-    assert report.overflowed == {"w": 1}
-    assert torchlift.load(model, path, dtype=becomes).overflowed == {"w": 1}
-    with pytest.raises(IntegrityError) as error:
-        torchlift.convert(path, tmp_path / "no.pt", dtype=becomes, check="finite")
-    assert sum(error.value.not_finite["w"]) == 1
-    with pytest.raises(IntegrityError) as error:
-        torchlift.load(torchlift.skeleton(Vector), path, dtype=becomes, check="finite")
-    assert sum(error.value.not_finite["w"]) == 1
+    assert report.overflowed == {"weight": 1}
+    assert torchlift.load(make(), path, dtype=becomes).overflowed == {"weight": 1}
+    for door in (partial(torchlift.convert, path, tmp_path / "no.pt"),
+                 partial(torchlift.load, make(), path)):  # fmt: skip
+        with pytest.raises(IntegrityError) as error:
+            door(dtype=becomes, check="finite")
+        assert sum(error.value.not_finite["weight"]) == 1
 
 
 @pytest.mark.parametrize("format", ["new.pt", "new.safetensors", "folder"])
