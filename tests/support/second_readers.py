@@ -7,7 +7,6 @@ valid ones with something changed (see `valid_files`), or pickles made as progra
 from __future__ import annotations
 
 import collections
-import pickle
 import random
 import struct
 import warnings
@@ -18,14 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_files import pickled, write_zip
 from pickle_programs import STORAGES, program
-from torch.distributed.checkpoint.api import CheckpointException
 from valid_files import FORMATS, Parts, changed
 
 import torchlift
@@ -133,45 +129,6 @@ def _script(path: Path) -> Any:
     return dict(torch.jit.load(str(path), map_location="cpu").state_dict())
 
 
-def _dcp(path: Path) -> Any:
-    with open(path / ".metadata", "rb") as file:
-        made = _Metadata(file).load()
-    if not all(isinstance(key, str) for key in made.state_dict_metadata):
-        raise Refused("keys")
-    state = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in made.state_dict_metadata.items()
-        if hasattr(value, "chunks")
-    }
-    reader = dcp.FileSystemReader(path)
-    planner = dcp.default_planner.DefaultLoadPlanner(flatten_state_dict=False)
-    try:
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:  # not an Exception
-        raise Refused(str(error)[:200]) from None
-    return state
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads metadata once before torch does, to refuse what names more than metadata needs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        fits = module.startswith(("torch.distributed.checkpoint.", "pathlib", "collections"))
-        if fits or (module == "torch" and "." not in name) or name == "_get_layout":
-            return super().find_class(module, name)
-        raise Refused(name)
-
-
-def _gguf(path: Path) -> Any:
-    found: dict[str, torch.Tensor] = {}
-    for one in gguf.GGUFReader(path).tensors:
-        if one.name in found:
-            raise Refused("twice")
-        values = gguf.quants.dequantize(one.data, one.tensor_type)
-        found[one.name] = torch.from_numpy(np.array(values))
-    return found
-
-
 def _numpy(path: Path) -> Any:
     found = np.load(path, allow_pickle=False)
     arrays = {"tensor": found} if isinstance(found, np.ndarray) else {
@@ -185,8 +142,8 @@ def _numpy(path: Path) -> Any:
 #: Format -> its owner's reader, which raises or returns containers.
 OWNERS: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys(("torch-zip", "torch-legacy", "programs", "legacy programs"), _loaded),
-    "torchscript": _script, "safetensors": safetensors.torch.load_file, "dcp": _dcp, "gguf": _gguf,
-    "npz": _numpy, "npy": _numpy,
+    "torchscript": _script, "safetensors": safetensors.torch.load_file, "npz": _numpy,
+    "npy": _numpy,
 }  # fmt: skip
 
 
@@ -236,7 +193,7 @@ def _shown(path: Path) -> Shown:
         late = {*ckpt} - {*values}
         hidden = {*ckpt.blocked_keys, *late}
         hidden |= {"tensor"} if "object" in hidden else set()
-        has_tree = ckpt._index.tree is not None and ckpt.format not in ("dcp", "torchscript")
+        has_tree = ckpt._index.tree is not None and ckpt.format != "torchscript"
         return Shown(dict(ckpt.entries), values, tree, hidden, late, has_tree)
 
 
