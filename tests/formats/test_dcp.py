@@ -69,16 +69,6 @@ def change(path: Path, edit: Callable[[Metadata], object]) -> Path:
     return path
 
 
-def in_chunks(path: Path, whole: torch.Tensor, boxes: list[Any]) -> Path:
-    """Write a directory in which a weight consists of these boxes."""
-    items = {}
-    for start, shape in boxes:
-        part = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
-        torch.save(whole[part].clone(), item := io.BytesIO())
-        items["weight", start] = item.getvalue()
-    return write_dcp(path, {"weight": describe(tuple(whole.shape), *boxes)}, items)
-
-
 GRID = [((0, 0), (3, 2)), ((0, 2), (3, 3)), ((3, 0), (2, 5))]
 
 
@@ -100,7 +90,12 @@ def test_a_tensor_in_chunks_is_put_together(
 ) -> None:
     """Whatever the boxes: as a view, into a live model, onto a skeleton, cast or not."""
     whole = torch.randn(5, 5)
-    path = in_chunks(tmp_path / "ck", whole, boxes)
+    items = {}
+    for start, shape in boxes:
+        part = tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))
+        torch.save(whole[part].clone(), item := io.BytesIO())
+        items["weight", start] = item.getvalue()
+    path = write_dcp(tmp_path / "ck", {"weight": describe((5, 5), *boxes)}, items)
     with torchlift.open(path) as ckpt:
         assert torch.equal(ckpt["weight"], whole)
     make = partial(nn.Linear, 5, 5, bias=False)
@@ -367,8 +362,9 @@ def test_a_changed_byte_beside_numbers_is_seen_in_each_of_many_equal_items(
     assert len({*map(str, outcomes)}) > 20
 
 
-def _ranks(tmp_path: Path) -> Path:
-    """A checkpoint of three ranks, each with metadata of its own."""
+@pytest.mark.parametrize("lost", range(3))
+def test_the_metadata_of_a_rank_that_is_missing_is_named(tmp_path: Path, lost: int) -> None:
+    """Its keys would be missing without a word; the last one is known by its data."""
     for rank in range(3):
         dcp.save({f"w{rank}": torch.ones(2)}, checkpoint_id=tmp_path / str(rank), no_dist=True)
         place = metadata_of(tmp_path / str(rank))
@@ -378,15 +374,9 @@ def _ranks(tmp_path: Path) -> Path:
         os.rename(tmp_path / str(rank) / "__0_0.distcp", tmp_path / f"__{rank}_0.distcp")
         (tmp_path / str(rank) / ".metadata").unlink()
         (tmp_path / str(rank)).rmdir()
-    return tmp_path
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_the_metadata_of_a_rank_that_is_missing_is_named(tmp_path: Path, rank: int) -> None:
-    """Its keys would be missing without a word; the last one is known by its data."""
-    assert sorted(torchlift.open(_ranks(tmp_path))) == ["w0", "w1", "w2"]
-    (tmp_path / f"__{rank}.metadata").unlink()
-    match = f"'__{rank}.metadata': a rank's metadata is missing; expected 3 files; found 2"
+    assert sorted(torchlift.open(tmp_path)) == ["w0", "w1", "w2"]
+    (tmp_path / f"__{lost}.metadata").unlink()
+    match = f"'__{lost}.metadata': a rank's metadata is missing; expected 3 files; found 2"
     with pytest.raises(FormatError, match=match):
         torchlift.open(tmp_path)
 

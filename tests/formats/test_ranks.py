@@ -316,18 +316,15 @@ def test_values_that_differ_between_ranks_are_never_those_of_the_first(
     require_equal(model.state_dict(), {**whole_of(saved, "fsdp"), name: torch.ones(3)})
 
 
-def _flat(rank: int) -> dict[str, Any]:
-    """What FSDP1 keeps of an optimizer: flat pieces, each on the ranks that have some of it."""
-    pieces = {0: {0: torch.zeros(4), 1: torch.zeros(2)}, 1: {1: torch.zeros(3)}}[rank]
-    return {"state": {number: {"exp_avg": piece} for number, piece in pieces.items()}}
-
-
 def test_plain_pieces_of_ranks_are_not_whole_tensors(tmp_path: Path) -> None:
     """One on some ranks only; one without a checksum to compare; a value that is no tensor."""
+    # FSDP1 keeps flat pieces of an optimizer, each on the ranks that have some of it.
+    flat = {0: {0: torch.zeros(4), 1: torch.zeros(2)}, 1: {1: torch.zeros(3)}}
     for rank in range(2):
         state = {"same": torch.ones(2), "size": torch.ones(1 + rank)}
+        moments = {number: {"exp_avg": piece} for number, piece in flat[rank].items()}
         torch_file(tmp_path, "model", rank, 2, state)
-        torch_file(tmp_path, "optim", rank, 2, {**_flat(rank), "param_groups": [{"lr": rank}]})
+        torch_file(tmp_path, "optim", rank, 2, {"state": moments, "param_groups": [{"lr": rank}]})
     with torchlift.open(tmp_path) as ckpt:
         assert [*ckpt] == ["same"]
         assert {*ckpt.blocked_keys} == {

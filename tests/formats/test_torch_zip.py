@@ -147,19 +147,15 @@ class Foreign:
         self.content = content
 
 
-def lazy_views():
-    """Tensors of which torch stores other numbers than they show."""
+def test_conjugate_and_negative_views_show_what_torch_shows(path):
+    """The bytes are taken from the file as they are, and the bit is applied to them."""
     values, real = torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, dtype=torch.complex64)
-    return {
+    state = {
         "w": values, "conj": values.conj(), "conj.t": values.conj().t(),
         "neg": real.conj().imag, "both": torch.randn(2, dtype=torch.complex128).conj()[1:],
         "none": torch.empty(0, dtype=torch.complex64).conj(),
     }  # fmt: skip
-
-
-def test_conjugate_and_negative_views_show_what_torch_shows(path):
-    """The bytes are taken from the file as they are, and the bit is applied to them."""
-    torch.save(lazy_views(), path)
+    torch.save(state, path)
     ckpt, loaded = torchlift.open(path), torch.load(path)
     assert ckpt.blocked == ()
     for key, value in loaded.items():

@@ -122,48 +122,40 @@ def test_a_state_comes_through_any_two_formats(
     way: tuple[dict[str, Any], bool, tuple[str, str]],
 ) -> None:
     """Whatever its dtypes, shapes, layouts, ties and containers; what is lost is in the report."""
+    state, is_old, formats = way
     with limits(at_once=few):
-        _comes_through(tmp_path_factory, *way)
-
-
-def _comes_through(
-    tmp_path_factory: pytest.TempPathFactory,
-    state: dict[str, Any],
-    is_old: bool,
-    formats: tuple[str, str],
-) -> None:
-    path = tmp_path_factory.mktemp("x") / "first.pt"
-    if is_old:
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    else:
-        torchlift.save(state, path)
-    # What would keep nothing at all is refused.
-    assume(torchlift.open(path).entries or {*formats}.isdisjoint(_ONLY_TENSORS))
-    paths, lost = [path], dict[str, str]()
-    for at, format in enumerate(formats):
-        path = path.parent / str(at) / NAMES[format]
-        path.parent.mkdir()
-        lost |= torchlift.convert(paths[-1], path, format=format).lost
-        paths.append(path)
-        assert torchlift.verify(path).ok
-        assert torchlift.verify(path).unchecked_nbytes == 0
-    no_objects = not {*formats}.isdisjoint(_ONLY_TENSORS)
-    with torchlift.open(paths[0]) as first, torchlift.open(paths[-1]) as last:
-        assert last.keys() == first.keys()
-        assert all(same(last[key].resolve_conj(), first[key].resolve_conj()) for key in first)
-        objects = {key for key in first.objects if key not in last.objects}
-        assert objects == (set(first.objects) if no_objects else set())
-        assert objects <= lost.keys()
-        if "tied" in state["model"]:
-            tied = {"model.k.0", "model.tied"}
-            assert any(tied <= {*alias} for alias in last.aliases) is ("dcp" not in formats)
-            assert ("model.tied" in lost) == ("dcp" in formats)
-    found = torchlift.diff(*(paths[at] for at in (0, -1)))
-    assert not found.changed
-    assert not found.added
-    assert set(found.removed) == objects
-    if formats[-1] == "torch-zip" and not no_objects:
-        assert same(state, torch.load(paths[-1], weights_only=True), kinds=True)
+        path = tmp_path_factory.mktemp("x") / "first.pt"
+        if is_old:
+            torch.save(state, path, _use_new_zipfile_serialization=False)
+        else:
+            torchlift.save(state, path)
+        # What would keep nothing at all is refused.
+        assume(torchlift.open(path).entries or {*formats}.isdisjoint(_ONLY_TENSORS))
+        paths, lost = [path], dict[str, str]()
+        for at, format in enumerate(formats):
+            path = path.parent / str(at) / NAMES[format]
+            path.parent.mkdir()
+            lost |= torchlift.convert(paths[-1], path, format=format).lost
+            paths.append(path)
+            assert torchlift.verify(path).ok
+            assert torchlift.verify(path).unchecked_nbytes == 0
+        no_objects = not {*formats}.isdisjoint(_ONLY_TENSORS)
+        with torchlift.open(paths[0]) as first, torchlift.open(paths[-1]) as last:
+            assert last.keys() == first.keys()
+            assert all(same(last[key].resolve_conj(), first[key].resolve_conj()) for key in first)
+            objects = {key for key in first.objects if key not in last.objects}
+            assert objects == (set(first.objects) if no_objects else set())
+            assert objects <= lost.keys()
+            if "tied" in state["model"]:
+                tied = {"model.k.0", "model.tied"}
+                assert any(tied <= {*alias} for alias in last.aliases) is ("dcp" not in formats)
+                assert ("model.tied" in lost) == ("dcp" in formats)
+        found = torchlift.diff(*(paths[at] for at in (0, -1)))
+        assert not found.changed
+        assert not found.added
+        assert set(found.removed) == objects
+        if formats[-1] == "torch-zip" and not no_objects:
+            assert same(state, torch.load(paths[-1], weights_only=True), kinds=True)
 
 
 def test_a_tie_is_in_a_torch_file_once(tmp_path: Path) -> None:
