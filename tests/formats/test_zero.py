@@ -49,7 +49,6 @@ def training(stage: int, world: int, **how: Any) -> tuple[Model, Zero]:
 
 WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "stage 1": (1, 2, {}),
-    "stage 1 on 3 ranks, elastic": (1, 3, {"elastic": True}),
     "stage 1 in bfloat16": (1, 4, {"prefix": "bf16_"}),
     "stage 2": (2, 3, {"prefix": "bf16_"}),
     "stage 2, aligned": (2, 3, {"alignment": 8}),

@@ -31,7 +31,6 @@ class Zero:
         frozen: parameters that are not trained.
         buffers: of the model.
         tied: name -> name of the parameter that it is.
-        elastic: whether the state is stored without padding, as a list.
         prefix: of the files of ranks.
         alignment: elements that parameters start at multiples of (``parameter_alignment``).
     """
@@ -42,7 +41,6 @@ class Zero:
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    elastic: bool = False
     prefix: str = ""
     alignment: int = 1
 
@@ -118,7 +116,7 @@ class Zero:
         vectors = [self._vectors(group, rank) for group in self.groups]
         state = {
             at: {"step": torch.tensor(3.0), "exp_avg": -0.5 * vector, "exp_avg_sq": 3 * vector}
-            for at, vector in enumerate(pair[0 if self.elastic else 1] for pair in vectors)
+            for at, vector in enumerate(padded for _, padded in vectors)
         }
         hyper = [{"lr": 0.1 + at, "betas": (0.9, 0.99), "params": [at]} for at in state]
         base = {"state": state, "param_groups": hyper}
@@ -133,7 +131,7 @@ class Zero:
                     "fp32_flat_groups": weights}  # fmt: skip
         return {
             **common,
-            "base_optimizer_state": list(state.values()) if self.elastic else base,
+            "base_optimizer_state": base,
             "single_partition_of_fp32_groups": weights,
             "group_paddings": [0] * len(weights),
             "param_alignment_paddings": [self._paddings(group) for group in self.groups],
