@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import socketserver
 import ssl
 import subprocess
 import threading
@@ -490,23 +491,16 @@ PARTIAL = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-511/512\r\nContent-Length:
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
     """Call a function with each connection after its request, and yield the URL."""
 
-    def accept(listening: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listening.accept()
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(1 << 16)
+                answer(self.request)
 
-    def one(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            while connection.recv(1 << 16):
-                answer(connection)
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=accept, args=(listening,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
