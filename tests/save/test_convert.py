@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from checkpoint_files import Call, gguf_writer, tensor, write_zip
 from damaged_files import flip
-from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -314,10 +314,6 @@ def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
     assert report.lost == {"(metadata)": "the format has no place for by"}
 
 
-_CONVERT = "torchlift.convert(*args[:2], overwrite=True, **args[2])"
-_SETUP = "import torch.distributed.checkpoint, torchlift; torchlift.convert"
-
-
 @pytest.mark.slow
 def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
     """Whatever the layout of its tensors, and however large one of them is."""
@@ -335,17 +331,18 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         ("x", "y.index.json", {"max_shard_size": "100MB", "dtype": "float64"}),
         ("x.pth", "y", {"format": "dcp"}),
     ]:
-        arguments = str(tmp_path / src), str(tmp_path / dst), options
-        child = in_code(_CONVERT, *arguments, setup=_SETUP)
+        convert = partial(torchlift.convert, overwrite=True, **options)
+        child = torchlift.measure.in_child(convert, tmp_path / src, tmp_path / dst)
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
 def test_a_transform_takes_the_memory_of_some_tensors(tmp_path: Path) -> None:
     """Not of all that it has made: what is freed goes back, tensor after tensor."""
-    src, dst = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
+    src, dst = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     torchlift.save({str(number): torch.ones(1 << 20) for number in range(40)}, src)
-    code = "torchlift.convert(args[0], args[1], transform=lambda name, tensor: tensor + 1)"
-    assert in_code(code, src, dst, setup=_SETUP).memory.added_anonymous < 64 << 20
+    convert = partial(torchlift.convert, transform=lambda _, tensor: tensor + 1)
+    child = torchlift.measure.in_child(convert, src, dst)
+    assert child.memory.added_anonymous < 64 << 20
     assert float(load_file(dst)["39"][0]) == 2
 
 
