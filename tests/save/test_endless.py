@@ -57,7 +57,11 @@ def test_a_state_without_an_end_is_refused_by_name(tmp_path: Path, name: str) ->
             with pytest.raises(PlacementError) as caught:
                 call()
             assert state is made or str(caught.value.entry).startswith("x.y")
-    assert not [*tmp_path.iterdir()]
+    with torchlift.Keeper(tmp_path / "run", background=False) as keeper:
+        with pytest.raises(PlacementError) as caught:
+            keeper.save(1, x=made, model=nn.Linear(1, 1))
+        assert str(caught.value.entry).startswith("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_module_whose_state_dict_is_not_a_dict_is_refused(tmp_path: Path) -> None:
