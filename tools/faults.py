@@ -193,14 +193,14 @@ FAULTS = [
         "formats/torch_legacy.py",
         "if _is_summed(source.read(0, min(_BLOCK, source.size))):",
         "if not source.size:",
-        "hostile/test_two_readers.py formats/test_torch_legacy.py",
+        "hostile/test_two_readers.py",
     ),
     Fault(
         "a storage that is a view of another one is read from its start",
         "formats/torch_legacy.py",
         "if isinstance(ref, StorageRef) and identity[5] is not None:",
         "if isinstance(ref, StorageRef) and identity[5] is ref:",
-        "formats/test_torch_legacy.py",
+        "hostile/test_hazards.py",
     ),
     Fault(
         "a big-endian array of NumPy is read with swapped bytes",
@@ -369,7 +369,7 @@ FAULTS = [
         "_transfer/write.py",
         "            os.chmod(self.descriptor, self._mode)\n",
         "            pass\n",
-        "save/test_save.py",
+        "transfer/test_write.py",
     ),
     Fault(
         "a DataLoader's worker keeps the lock of a save that has ended",

@@ -28,22 +28,7 @@ class Broken:
 def fails():
     raise RuntimeError("two\\nlines")
 
-def looks_up():
-    return {}["x"]
-
-def torch_refuses():
-    return nn.Linear("a", 2)
-
-def opens():
-    open("nowhere.bin")
-
-def empties_path():
-    import sys
-    sys.path.clear()
-    return make()
 """
-#: Modules that cannot be imported.
-BAD = {"nosyntax": "x = 1\ndef (:\n", "asserts": "assert False\n", "needs": "import nomodule\n"}
 LAYER = 16 * 17 * 4
 
 
@@ -58,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(path: Path, capsys, monkeypatch):
     """Run the command in the file's folder, with --root and --strip; (status, output, errors)."""
-    for name, text in {"mymodel": MODEL, **BAD}.items():
+    for name, text in {"mymodel": MODEL, "nosyntax": "x = 1\ndef (:\n"}.items():
         path.with_name(f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(path.parent)
 
@@ -175,34 +160,25 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--budget", "cpu=1KiB"], 1, "pass a smaller --dtype, or add --budget disk"),
         (["--no-split", "3"], 2, "--no-split: pass --budget"),
         (["--device-map", '{"3": "gpu"}'], 2, "--device-map 'gpu': expected a device"),
-        (["--device-map", '{"3": "float16"}'], 2, "--device-map 'float16': expected a device"),
         (["--device", "gpu"], 2, "--device 'gpu': expected a device"),
-        (["--device", ""], 2, "--device '': expected a device"),
         (["--budget", "cuda:0=much"], 2, "not a size such as 2GiB or 500MB: 'much'"),
         (["--device-map", '{"33": "cpu"}'], 1, "Did you mean '3'?"),
         (["--device-map", "{"], 2, "Expecting property name"),
         (["--device-map", "nowhere.json"], 1, "nowhere.json: No such file"),
-        (["--device", "cuda:x"], 2, "--device 'cuda:x': expected a device"),
         (["--device", "cpu", "--budget", "cpu"], 2, "not allowed with argument"),
         (["--dtype", "int8"], 2, "--dtype 'int8': expected a dtype of floats"),
-        (["--dtype", "fp17"], 2, "or a dtype such as 'bfloat16'"),
         (["--rename", "(=x"], 2, "'(' is not a regular expression"),
         (["--rename", "x"], 2, "expected REGEX=REPLACEMENT"),
         (["--model", "mymodel"], 2, "expected MODULE:FACTORY"),
         (["--model", "mymodel:nothing"], 2, "has no attribute 'nothing'"),
-        (["--model", "mymodel:Broken"], 2, "ValueError: no such thing"),
-        (["--model", "nomodule:make"], 2, "No module named 'nomodule'"),
         (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split matches no class"),
         *(
             (["--ranks", "4", *words], 2, message)
             for words, message in (
                 (["--device", "cpu"], "--device: not allowed with argument --ranks"),
-                (["--device-map", "{}"], "--device-map: not allowed with argument --ranks"),
-                (["--budget", "cpu=1GiB"], "--budget: not allowed with argument --ranks"),
                 (["--no-split", "0"], "--no-split: pass --budget too"),
                 (["--no-strict"], "--no-strict: pass --model too"),
                 (["--model-args", ""], "--model-args: pass --model too"),
-                (["--allow-missing", "x"], "--allow-missing: pass --model too"),
                 (["--model", "mymodel:make"], "--ranks: leave out --model and --dtype"),
                 (["--dtype", "bf16"], "--ranks: leave out --model and --dtype"),
                 (["--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
@@ -267,13 +243,8 @@ def test_what_the_command_has_no_option_for_is_said_to_be_python_s(run, tmp_path
     ("model", "message"),
     [
         ("mymodel:fails", r"RuntimeError: two lines"),
-        ("mymodel:looks_up", r"KeyError: 'x'"),
-        ("mymodel:torch_refuses", r"TypeError: .*"),
-        ("mymodel:opens", r"FileNotFoundError: .*nowhere\.bin'"),
         ("mymodel:Broken", r"ValueError: no such thing"),
         ("nosyntax:make", r"SyntaxError: .* \(nosyntax\.py, line 2\)"),
-        ("asserts:make", r"AssertionError: "),
-        ("needs:make", r"ModuleNotFoundError: .*nomodule'"),
         ("nomodule:make", r"ModuleNotFoundError: No module named 'nomodule'"),
         ("..mymodel:make", r"ValueError: .*"),
     ],

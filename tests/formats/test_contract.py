@@ -111,7 +111,6 @@ class TestDcp(Contract):
 
     format = "dcp"
     opened = ""
-    remote = ".metadata"
     readers = _TORCH | _FOLDER | {"dcp"}
     has_sums = written = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import pickle
 import shlex
@@ -81,58 +82,44 @@ def test_a_file_of_another_program_is_named_by_its_path_and_in_its_folder(
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (b'{"architectures": []}', "not an index.*'architectures'.*Pass the path of the weights"),
-        (b'{"epoch": 3}', "the JSON file is not an index.*found {'epoch': 3}"),
-        (b'{"error":"Invalid password.\\u001b[2J"}', r"not an index.*'Invalid password\.\\x1b"),
-        (b"\0\5\x16\7\0\2\0\0Mac OS X" + bytes(99), r"notes of macOS \(AppleDouble\)"),
-    ],
-)
-def test_what_no_folder_counts_as_weights_is_named_by_its_path(tmp_path, content, match):
-    """A configuration, an answer of a server, and the notes of a system."""
-    path = tmp_path / "x.pt"
-    path.write_bytes(content)
-    refused(path, match)
-
-
-@pytest.mark.parametrize(
-    ("records", "match"),
-    [
-        (("config.json", "model.weights.h5"), "a Keras model.*h5py"),
-        (("config.json", "x/saved_model.pb"), "a TensorFlow SavedModel"),
-        (("weights/model.safetensors",), "an archive with a checkpoint in it; .*Unpack it first"),
-        (("config.json", "notes.txt"), "torch.save did not write this zip archive"),
-        (("serialized_exported_program.json", "serialized_state_dict.pt"), "an exported program"),
-        (("m/archive_format", "m/models/model.json", "m/data.pkl"), "an exported program"),
-        (("m/archive_format", "m/data/aotinductor/model/x.so"), "a compiled program.*state dict"),
-    ],
-)
-def test_a_zip_archive_says_what_it_is(
-    tmp_path: Path, records: tuple[str, ...], match: str
-) -> None:
-    """The names of its records tell. One has a second content for ``torch.load``."""
-    path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w") as archive:
+def archive(*records: str) -> bytes:
+    """A zip archive with these records."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
         for record in records:
-            archive.writestr(record, "x")
-    refused(path, match)
+            made.writestr(record, "x")
+    return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("saved_model.pb", "a TensorFlow SavedModel"),
-        ("variables.data-00000-of-00001", "a TensorFlow checkpoint"),
-        ("_CHECKPOINT_METADATA", "a checkpoint of orbax"),
-    ],
-)
-def test_a_directory_of_another_program_says_what_it_is(tmp_path, name, match):
-    """The names of its files tell."""
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(FormatError, match=match):
-        read_index(tmp_path)
+#: A file that no folder counts as weights, or a name in a folder that says what the folder is.
+NAMED = [
+    ("x.pt", b'{"architectures": []}',
+     "not an index.*'architectures'.*Pass the path of the weights"),
+    ("x.pt", b'{"epoch": 3}', "the JSON file is not an index.*found {'epoch': 3}"),
+    ("x.pt", b'{"error":"Invalid password.\\u001b[2J"}', r"not an index.*'Invalid password\.\\x1b"),
+    ("x.pt", b"\0\5\x16\7\0\2\0\0Mac OS X" + bytes(99), r"notes of macOS \(AppleDouble\)"),
+    ("x.zip", archive("config.json", "model.weights.h5"), "a Keras model.*h5py"),
+    ("x.zip", archive("config.json", "x/saved_model.pb"), "a TensorFlow SavedModel"),
+    ("x.zip", archive("weights/model.safetensors"),
+     "an archive with a checkpoint in it; .*Unpack it first"),
+    ("x.zip", archive("config.json", "notes.txt"), "torch.save did not write this zip archive"),
+    ("x.zip", archive("serialized_exported_program.json", "serialized_state_dict.pt"),
+     "an exported program"),
+    ("x.zip", archive("m/archive_format", "m/models/model.json", "m/data.pkl"),
+     "an exported program"),
+    ("x.zip", archive("m/archive_format", "m/data/aotinductor/model/x.so"),
+     "a compiled program.*state dict"),
+    ("saved_model.pb", b"x", "a TensorFlow SavedModel"),
+    ("variables.data-00000-of-00001", b"x", "a TensorFlow checkpoint"),
+    ("_CHECKPOINT_METADATA", b"x", "a checkpoint of orbax"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "match"), NAMED)
+def test_a_file_or_a_folder_of_another_program_says_what_it_is(tmp_path, name, content, match):
+    """A configuration, notes of a system, an archive by its records, a folder by its names."""
+    (tmp_path / name).write_bytes(content)
+    refused(tmp_path / name if name in ("x.pt", "x.zip") else tmp_path, match)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -32,9 +32,9 @@ def _laid_out(state: dict[str, torch.Tensor]) -> Layout:
     return lay_out_torch_file(values, tensors).layout
 
 
-@pytest.mark.parametrize("count", [0, 1, 30, 70_000])
+@pytest.mark.parametrize("count", [0, 1, 30])
 def test_a_torch_file_is_that_of_torch_but_for_its_hash(count: int) -> None:
-    """Every dtype, empty tensors, scalars, more records than 16 bits count."""
+    """Every dtype, empty tensors and scalars."""
     if count == 30:
         state = expected_state()
     else:

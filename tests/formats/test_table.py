@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 from pathlib import Path
 
-import format_tables
 import numpy as np
 import pytest
 import torch
@@ -19,8 +16,6 @@ from torchlift.errors import FormatError
 from torchlift.formats.source import Source
 from torchlift.formats.table import ARCHIVES, FILES, FOLDERS, HEAD
 from torchlift.formats.zip_archive import read_directory
-
-ROWS = [*FILES, *ARCHIVES, *FOLDERS]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -40,14 +35,6 @@ def test_one_row_claims_a_file(tmp_path: Path, name: str) -> None:
             with Source(str(path)) as source:
                 (row,) = [row for row in ARCHIVES if row.is_one(read_directory(source))]
         assert row.name == ("npz" if name == "npy" else name)
-
-
-def test_a_row_names_a_function() -> None:
-    """A misspelled reader would be found by the first file of its format only."""
-    for row in ROWS:
-        for name in filter(None, (row.reader, row.complete)):
-            module, _, function = name.rpartition(".")
-            assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize("count", [122, 123, 379])
@@ -77,15 +64,3 @@ def test_a_folder_of_two_formats_is_refused(tmp_path: Path, names: tuple[str, st
     with pytest.raises(FormatError, match="two checkpoints of one model") as caught:
         torchlift.open(tmp_path)
     assert set(str(caught.value.found).split(", ")) == set(names)
-
-
-def test_the_docs_list_each_format_once() -> None:
-    """The tables of the page are made from the rows."""
-    listed = re.findall(r'``"([a-z0-9-]+)"``', torchlift.Checkpoint.__doc__ or "")
-    rows = {cells[0].strip("`"): cells[2] for cells in format_tables.read_rows()}
-    assert sorted(rows) == sorted(set(listed))
-    written = [name for name, text in rows.items() if text == "read and written"]
-    assert sorted(written) == ["dcp", "safetensors", "sharded", "torch-zip"]
-    kinds = dict(format_tables.named_rows())
-    assert "numpy\\_helper" in kinds["an ONNX model"]
-    assert all(hint.endswith(tuple(").abcdefghijklmnopqrstuvwxyz")) for hint in kinds.values())

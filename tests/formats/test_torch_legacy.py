@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 from checkpoint_files import (
     MAGIC,
     PROTOCOL,
-    legacy_id,
     legacy_tensor,
     pickled,
     same_as,
     write_legacy,
-    write_tar,
 )
-from range_server import serving
 
 import torchlift
 
@@ -38,12 +34,12 @@ def load(path, weights_only=True):
         return torch.load(path, weights_only=weights_only)
 
 
-def equal(path, expected, weights_only=True, format="torch-legacy"):
+def equal(path, expected, weights_only=True):
     """Whether every tensor of a file is torch.load's."""
     loaded = load(path, weights_only)
     ckpt = torchlift.open(path)
     assert list(ckpt) == expected
-    assert ckpt.format == format
+    assert ckpt.format == "torch-legacy"
     return all(same_as(loaded[key], ckpt[key]) for key in expected)
 
 
@@ -70,21 +66,6 @@ def test_pickles_of_text_are_refused_and_torch_saves_them_again(path, is_zip):
     assert torchlift.open(path).objects == {"done": True, "seed": 2**40}
 
 
-def test_a_view_of_a_storage_is_refused_and_torch_saves_it_again(path):
-    """Files of torch before 0.4 describe a storage that is a slice of another one."""
-    left = legacy_id("0", 4, ("view-a", 1, 2))
-    write_legacy(
-        path, {"whole": legacy_tensor(), "slice": legacy_tensor((2,), (1,), identity=left)}
-    )
-    with pytest.raises(torchlift.FormatError, match="a view of another storage") as caught:
-        torchlift.open(path)
-    assert caught.value.entry == "0"
-    assert "load it with torch.load(path), and save the result" in caught.value.hint
-    torch.save(load(path), path)
-    assert equal(path, ["whole", "slice"], format="torch-zip")
-    assert torchlift.open(path)["slice"].tolist() == [2, 3]
-
-
 def test_bytes_are_little_endian_whatever_the_machine_was(path):
     """Torch converts them when it writes, and never looks at what the file says of it."""
     write_legacy(path, {"w": legacy_tensor()}, head=(MAGIC, PROTOCOL, {"little_endian": False}))
@@ -98,17 +79,3 @@ def test_the_first_of_several_objects_counts(path):
     """What was saved behind it into the same file is left alone, as torch leaves it."""
     write_legacy(path, {"w": legacy_tensor()}, behind=pickled(MAGIC) + b"more")
     assert equal(path, ["w"])
-
-
-def test_a_tar_is_named_and_torch_saves_it_again(path):
-    """Torch's oldest format, as a file, as a file object, in a folder and behind a URL."""
-    write_tar(path, {"n": 5})
-    with serving(path.parent) as server:
-        for door in (path, io.BytesIO(path.read_bytes()), path.parent, server.url(path.name)):
-            with pytest.raises(
-                torchlift.FormatError, match=r"tar archive of torch\.save"
-            ) as caught:
-                torchlift.open(door)
-    assert "load it with torch.load(path, weights_only=False), and save" in caught.value.hint
-    torch.save(load(path, weights_only=False), path)
-    assert torchlift.open(path).objects == {"n": 5}

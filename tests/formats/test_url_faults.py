@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import socketserver
 import ssl
 import subprocess
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from limits import limits
-from range_server import Answer, Asked, RangeServer, answering, facts, serving
+from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import write_valid
 
 import torchlift
@@ -58,14 +59,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A file that is read from its end, one that is read from its start, and a folder."""
     path = write_valid(tmp_path / "served" / "d", request.param)
     return path / ".metadata" if path.is_dir() else path
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RangeServer]:
-    """A server of what is in a folder."""
-    (tmp_path / "served").mkdir(exist_ok=True)
-    with serving(tmp_path / "served") as state:
-        yield state
 
 
 def read(server: RangeServer, place: Path, **options: object) -> object:
@@ -179,22 +172,34 @@ def other_bytes(asked: Asked, answer: Answer) -> None:
         answer.body = memoryview(bytes(answer.body) + b"!")
 
 
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
-        (lies("Content-Range", lambda text: text.replace("bytes ", "bytes 1")), "other bytes"),
-        (lies("Content-Range", lambda text: text.partition("/")[0] + "/*"), "other bytes"),
-        (lies("Content-Range", lambda text: ""), "other bytes"),
-        (other_bytes, "other bytes"),
-        (compressed, "compresses, or sends other bytes"),
-    ],
-)
-def test_a_server_that_lies_is_refused(
-    server: RangeServer, place: Path, fault: Callable[[Asked, Answer], None], what: str
+#: A fault of every answer, the classes of the error, and words of it.
+REFUSED: dict[str, tuple[Callable[[Asked, Answer], None], type[CheckpointError], type, str]] = {
+    "another range": (lies("Content-Range", lambda text: text.replace("bytes ", "bytes 1")),
+        FormatError, Exception, "other bytes"),
+    "no size": (lies("Content-Range", lambda text: text.partition("/")[0] + "/*"),
+        FormatError, Exception, "other bytes"),
+    "no range": (lies("Content-Range", lambda text: ""), FormatError, Exception, "other bytes"),
+    "more bytes": (other_bytes, FormatError, Exception, "other bytes"),
+    "compressed": (compressed, FormatError, Exception, "compresses, or sends other bytes"),
+    "a circle": (redirected(lambda asked: f"/{asked.path}"), FormatError, Exception, "redirect"),
+    **{f"status {status}": (busy(status), kind, own, f"HTTP {status}")
+       for status, kind, own in (
+           (401, NotAllowed, PermissionError), (403, NotAllowed, PermissionError),
+           (404, NotFound, FileNotFoundError), (410, NotFound, FileNotFoundError),
+           (400, Unreachable, ConnectionError))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_answer_that_is_not_the_range_is_refused(
+    server: RangeServer, place: Path, name: str
 ) -> None:
-    """About which bytes these are, how many there are, or that they are bytes of the file."""
-    server.fault = fault
-    assert what in refused(server, place, FormatError).reason
+    """A server that lies, leads in a circle, or says that there is nothing: an error of Python."""
+    server.fault, kind, own, words = REFUSED[name]
+    error = refused(server, place, kind)
+    assert isinstance(error, own)
+    assert words in str(error)
+    assert error.file == server.url(str(place.relative_to(server.folder)))
 
 
 def test_a_server_without_ranges_is_refused_with_a_way_out(
@@ -334,29 +339,6 @@ def test_a_redirect_to_elsewhere_is_refused_and_shows_nothing_of_its_target(
     (server.folder / "model.pt").write_bytes(bytes(2_000))
     server.fault = redirected(lambda _: location)
     refused(server, server.folder / "model.pt", kind, tries=1)
-
-
-def test_a_circle_of_redirects_ends(server: RangeServer, place: Path) -> None:
-    """After some of them."""
-    server.fault = redirected(lambda asked: server.url(asked.path))
-    assert "redirect" in refused(server, place, FormatError).reason
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "own"),
-    [(401, NotAllowed, PermissionError), (403, NotAllowed, PermissionError),
-     (404, NotFound, FileNotFoundError), (410, NotFound, FileNotFoundError),
-     (400, Unreachable, ConnectionError)],
-)  # fmt: skip
-def test_a_status_is_an_error_of_ours_and_of_python(
-    server: RangeServer, place: Path, status: int, kind: type[CheckpointError], own: type[OSError]
-) -> None:
-    """At once, with the status and the way out."""
-    server.fault = busy(status)
-    error = refused(server, place, kind)
-    assert isinstance(error, own)
-    assert f"HTTP {status}" in str(error)
-    assert error.file == server.url(str(place.relative_to(server.folder)))
 
 
 def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
@@ -503,6 +485,22 @@ def test_no_text_of_a_server_stands_in_an_error(
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PARTIAL = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-511/512\r\nContent-Length: 512\r\n\r\n"
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Call a function with each connection after its request, and yield the URL."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(1 << 16)
+                answer(self.request)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

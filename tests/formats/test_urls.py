@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from range_server import RangeServer, serving
+from range_server import RangeServer
 
 import torchlift
 import torchlift.bench
 import torchlift.distributed
 from torchlift.errors import FormatError, NotFound
 from torchlift.formats.detect import read_index
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RangeServer]:
-    """A server of what is in a folder."""
-    (tmp_path / "served").mkdir(exist_ok=True)
-    with serving(tmp_path / "served") as state:
-        yield state
 
 
 def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer) -> None:

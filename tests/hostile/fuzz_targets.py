@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:tests/support python tests/hostile/fuzz_targets.py every -max_total_time=60
 
-Whatever bytes a file has, `torchlift.open` and everything that lists its content ends with an
-answer or with a `CheckpointError` that knows its cause; nothing is imported, run, written, or
-opened besides the file itself; and memory stays within what a small file may cost.
+Whatever bytes a file has, reading it and listing all of its content ends with an answer or with a
+`CheckpointError` that knows its cause. Nothing is imported, run, written, or opened besides the
+file itself. Memory stays within what a small file may cost.
 
 An input is a list of parts (see `valid_files`), each behind its length.
 """
@@ -12,7 +12,6 @@ An input is a list of parts (see `valid_files`), each behind its length.
 from __future__ import annotations
 
 import gc
-import io
 import os
 import random
 import resource
@@ -26,13 +25,9 @@ from typing import NoReturn
 import atheris
 
 with atheris.instrument_imports(include=["torchlift.formats"]):
-    import torchlift.formats.summary
-
-from checkpoint_files import assert_in_bounds
-from guarded import guard, look
-from valid_files import FORMATS, Parts, changed
-
-from torchlift.formats.index import Index
+    from checkpoint_files import assert_in_bounds
+    from guarded import guard, look
+    from valid_files import FORMATS, Parts, changed, write_valid
 
 _LONGEST = 8192  # bytes of an input
 _SHOWN = 8  # one input of so many is also listed in every form
@@ -76,42 +71,20 @@ def mutated(data: bytes, longest: int, seed: int) -> bytes:
     return joined(parts)[:longest]
 
 
-# The property -------------------------------------------------------------------------------------
-
-
-_open = torchlift.open  # which is imported when it is first looked up
-
-
-def _opened(path: str) -> Index:
-    """What `torchlift.open` finds, once everything that lists it has been asked."""
-    with _open(path) as ckpt:
-        keys = [*ckpt, *ckpt.objects, *ckpt.blocked_keys, *ckpt.aliases, *ckpt.blocked, repr(ckpt)]
-        assert len(keys) > len(ckpt.entries)
-        assert_in_bounds(ckpt._index)
-        return ckpt._index
-
-
 def fuzz(name: str, options: list[str], folder: str) -> NoReturn:
     """Fuzz a format in a folder; the options are libFuzzer's, which ends the process."""
-    opened, make, seeds = FORMATS[name]
-    place, corpus = os.path.join(folder, "opened"), os.path.join(folder, "corpus")
-    os.mkdir(place)
-    os.mkdir(corpus)
-    files: dict[str, io.FileIO] = {}
+    place, corpus = Path(folder, "opened"), Path(folder, "corpus")
+    corpus.mkdir()
 
     def one_input(data: bytes) -> None:
-        for file, content in make(parts_of(data)).items():
-            if file not in files:
-                path = os.path.join(place, file)
-                files[file] = open(path, "wb", buffering=0)  # noqa: SIM115 - kept open
-            files[file].seek(0)
-            files[file].write(content)
-            files[file].truncate()
+        path = write_valid(place, name, parts_of(data))
         with guard(place):
             # Listing takes as long as reading, and depends on little of what a file says.
-            look(os.path.join(place, opened), _opened, shown=zlib.crc32(data) % _SHOWN == 0)
+            index = look(str(path), shown=zlib.crc32(data) % _SHOWN == 0)
+            if index is not None:
+                assert_in_bounds(index)
 
-    for at, parts in enumerate(seeds(Path(folder, "made"))):
+    for at, parts in enumerate(FORMATS[name][2](Path(folder, "made"))):
         Path(corpus, str(at)).write_bytes(joined(parts))
         one_input(joined(parts))  # whatever is imported when it is first used
     gc.collect()
@@ -121,7 +94,7 @@ def fuzz(name: str, options: list[str], folder: str) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     options.sort(key=lambda option: not option.startswith("-"))  # folders come last
     fixed = [f"-max_len={_LONGEST}", "-timeout=10", "-print_final_stats=1"]
-    atheris.Setup([name, *fixed, *options, corpus], one_input, custom_mutator=mutated)
+    atheris.Setup([name, *fixed, *options, str(corpus)], one_input, custom_mutator=mutated)
     atheris.Fuzz()
     raise AssertionError("libFuzzer came back")
 

@@ -135,14 +135,10 @@ def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) ->
 # Directories --------------------------------------------------------------------------------------
 
 
-def _stored(path: Path, value: object) -> bytes:
-    torch.save(value, path)
-    return path.read_bytes()
-
-
 def test_an_item_is_read_for_one_name_only(tmp_path: Path) -> None:
     """A thousand names, or chunks, of one item would be a thousand tensors."""
-    item = _stored(tmp_path / "i", torch.ones(1000, 100))
+    torch.save(torch.ones(1000, 100), tmp_path / "i")
+    item = (tmp_path / "i").read_bytes()
     box = ((0, 0), (1000, 100))
     keys = [f"k{at}" for at in range(1_000)]
     one = _StorageInfo("__0_0.distcp", 0, len(item))

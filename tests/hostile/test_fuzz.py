@@ -45,7 +45,7 @@ def test_what_was_not_changed_is_read(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(_often, max_examples=100)
+@settings(_often, max_examples=150)
 @given(seed=st.integers(0, 2**32), parts=st.data())
 def test_changed_files_are_read_or_refused(
     valid: dict[str, list[Parts]], tmp_path: Path, name: str, seed: int, parts: st.DataObject

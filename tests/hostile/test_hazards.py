@@ -151,9 +151,9 @@ def named(name: str, content: bytes) -> Make:
     return make
 
 
-def npz(**records: bytes) -> Make:
+def npz(method: int = zipfile.ZIP_STORED, **records: bytes) -> Make:
     def make(path: Path) -> Path:
-        with zipfile.ZipFile(path, "w") as archive:
+        with zipfile.ZipFile(path, "w", method) as archive:
             for name, content in records.items():
                 archive.writestr(f"{name}.npy", content)
         return path
@@ -403,6 +403,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
         "the two sizes of a record contradict each other", "archive/data/0"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
         "a program other than torch compressed the file", "archive/data.pkl"),
+    "a deflated array that is broken": (
+        patched(npz(zipfile.ZIP_DEFLATED, w=npy_bytes(F32, bytes(8))), lambda data:
+            data.__setitem__(slice(at := 30 + len("w.npy"), at + 8), b"\xff" * 8)),
+        "a compressed record is damaged; found Error", "w.npy"),
     # 4. Notes.
     **{f"{note} of {value[:9]!r}": (zipped(GOOD, notes={"version": b"3", note: value}),
         "a record of the archive has an invalid value", f"archive/{note}")

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import npy_bytes, tensor, write_safetensors, write_zip
+from checkpoint_files import tensor, write_safetensors, write_zip
 from valid_files import write_valid
 
 import torchlift
 from torchlift.errors import FormatError
-from torchlift.formats.detect import read_index
+
+
+@pytest.fixture(autouse=True)
+def _nothing_waits() -> Iterator[None]:
+    """A net: what should be refused at once and waits instead is killed with its cause."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
 
 # What is no file ----------------------------------------------------------------------------------
 
@@ -96,32 +104,3 @@ def test_an_empty_tensor_of_huge_sizes_is_as_torch_has_it_or_refused(
         assert made.shape == shape
         theirs = torch.empty(shape) if path.name == "x" else torch.load(path)["w"]
         assert made.stride() == theirs.stride()
-
-
-# Keys and stamps ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _nothing_waits() -> Iterator[None]:
-    """A net: what should be refused at once and waits instead is killed with its cause."""
-    import faulthandler
-
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def test_the_cause_of_a_broken_record_is_told(tmp_path: Path) -> None:
-    """Never that the file is damaged, where it is known how."""
-    path = tmp_path / "x.npz"
-    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (99,)}"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("w.npy", npy_bytes(header, bytes(396)))
-    data = bytearray(path.read_bytes())
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo("w.npy")
-    start = info.header_offset + 30 + len(info.filename)
-    data[start : start + 8] = b"\xff" * 8
-    path.write_bytes(bytes(data))
-    with pytest.raises(FormatError, match=r"w\.npy': a compressed record is damaged; found Error"):
-        read_index(path)

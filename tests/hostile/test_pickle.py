@@ -28,7 +28,7 @@ _values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(value=_values, protocol=st.integers(2, 5))
 def test_plain_objects_are_read_as_pickle_reads_them(value, protocol):
     """For everything that is only data, the interpreter agrees with the standard library."""

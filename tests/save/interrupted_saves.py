@@ -11,7 +11,6 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
-import torch
 from interrupting import Step, in_turn
 from save_states import number_of, state_of
 
@@ -82,10 +81,6 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
     def save(number: float) -> None:
         if way == "convert":
             torchlift.convert(source, path, overwrite=True, **options)
-        elif way == "keeper":
-            with torchlift.Keeper(to / "run", background=False) as keeper:
-                keeper.resume()
-                keeper.save(1, model=torch.nn.Linear(2, 2), number=number)
         else:
             torchlift.save(state_of(number), path, **options)
 
@@ -113,16 +108,7 @@ def main(way: str, how: str, first: Any, folder: Path, every: int) -> None:
         assert ctrl_c.run(lambda: signal.raise_signal(signal.SIGINT)), f"{at}: Ctrl-C is held back"
         require_unlocked(path if path.is_dir() else to, at)
         save(1)
-        if way == "keeper":
-            with torchlift.Keeper(to / "run") as keeper:
-                kept = keeper.latest()
-            assert kept is not None, at
-            assert torchlift.open(kept).objects["number"] == 1, at
-            for each in (to / "run").glob("*"):
-                os.unlink(each)
-            save(1)
-        else:
-            assert number_of(path) == (2 if way == "convert" else 1), at
+        assert number_of(path) == (2 if way == "convert" else 1), at
         assert not [each for each in files(to) if each.suffix == ".part"], at
         if not there:
             for each in reversed(files(to)):

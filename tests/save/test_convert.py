@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from checkpoint_files import Call, gguf_writer, tensor, write_zip
 from damaged_files import flip
-from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -61,20 +61,17 @@ def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
         assert same(found[f"model.module.{key}"], state["model"][f"module.{key}"])
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A module with a buffer, in a place that begins with the name of a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    return nn.ModuleDict({"model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))})
 
 
 def training_files(folder: Path) -> dict[str, tuple[Any, str]]:
     """Name -> a training's checkpoint, and the container of its model."""
-    net = Net()
-    state = torch.optim.AdamW(net.parameters()).state_dict()
-    both = {"optimizer": state, "model": net.state_dict(), "config.yaml": "a: 1"}
-    lightning = {"epoch": 1, "state_dict": net.state_dict(), "loops": {"fit": {"a.b": 1}},
+    model = net()
+    state = torch.optim.AdamW(model.parameters()).state_dict()
+    both = {"optimizer": state, "model": model.state_dict(), "config.yaml": "a: 1"}
+    lightning = {"epoch": 1, "state_dict": model.state_dict(), "loops": {"fit": {"a.b": 1}},
                  "callbacks": {}, "optimizer_states": [state]}  # fmt: skip
     torch.save(both, folder / "both.pt")
     torch.save(lightning, folder / "last.ckpt")
@@ -96,7 +93,7 @@ def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them
             assert f"  hint: {report.hint}" in str(report).splitlines()
             mended = torchlift.convert(src, dst, root=root, overwrite=True)
             assert mended.hint is None
-            torchlift.load(Net(), dst)
+            torchlift.load(net(), dst)
         if isinstance(src, Path):
             words = ["convert", str(src), str(tmp_path / "x.safetensors"), "--overwrite"]
             assert main(words) == 0
@@ -108,7 +105,7 @@ def test_keys_that_begin_with_a_container_are_told_with_the_root_that_mends_them
 @pytest.mark.parametrize("kind", ["state dict", "extra state", "nested", "flat"])
 def test_keys_that_are_a_model_s_own_get_no_hint(tmp_path: Path, kind: str) -> None:
     """Dots alone make no container, nor does what is nested because the model is."""
-    src, state = tmp_path / "x.pt", dict[str, Any](Net().state_dict())
+    src, state = tmp_path / "x.pt", dict[str, Any](net().state_dict())
     if kind == "extra state":
         state["model.0._extra_state"] = {"scale.of": torch.ones(1)}
     elif kind == "nested":
@@ -317,10 +314,6 @@ def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
     assert report.lost == {"(metadata)": "the format has no place for by"}
 
 
-_CONVERT = "torchlift.convert(*args[:2], overwrite=True, **args[2])"
-_SETUP = "import torch.distributed.checkpoint, torchlift; torchlift.convert"
-
-
 @pytest.mark.slow
 def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
     """Whatever the layout of its tensors, and however large one of them is."""
@@ -338,17 +331,18 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         ("x", "y.index.json", {"max_shard_size": "100MB", "dtype": "float64"}),
         ("x.pth", "y", {"format": "dcp"}),
     ]:
-        arguments = str(tmp_path / src), str(tmp_path / dst), options
-        child = in_code(_CONVERT, *arguments, setup=_SETUP)
+        convert = partial(torchlift.convert, overwrite=True, **options)
+        child = torchlift.measure.in_child(convert, tmp_path / src, tmp_path / dst)
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
 def test_a_transform_takes_the_memory_of_some_tensors(tmp_path: Path) -> None:
     """Not of all that it has made: what is freed goes back, tensor after tensor."""
-    src, dst = str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")
+    src, dst = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     torchlift.save({str(number): torch.ones(1 << 20) for number in range(40)}, src)
-    code = "torchlift.convert(args[0], args[1], transform=lambda name, tensor: tensor + 1)"
-    assert in_code(code, src, dst, setup=_SETUP).memory.added_anonymous < 64 << 20
+    convert = partial(torchlift.convert, transform=lambda _, tensor: tensor + 1)
+    child = torchlift.measure.in_child(convert, src, dst)
+    assert child.memory.added_anonymous < 64 << 20
     assert float(load_file(dst)["39"][0]) == 2
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
-import lzma
 import mmap
 import os
 import signal
@@ -170,8 +168,6 @@ def turned(path: Path) -> io.BytesIO:
 #: How it is opened for writing, and for reading.
 FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "gzip": (partial(gzip.open, mode="wb"), gzip.open),
-    "bz2": (partial(bz2.open, mode="wb"), bz2.open),
-    "lzma": (partial(lzma.open, mode="wb"), lzma.open),
     "fsspec": (lambda path: fsspec.open(str(path), "wb", compression="gzip").open(), gzip.open),
     "random": (partial(open, mode="w+b"), partial(open, mode="rb")),
     "append": (partial(open, mode="ab"), partial(open, mode="rb")),

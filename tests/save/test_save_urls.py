@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from damaged_files import flip
 from stores import Bucket, S3Server, memory_bucket, s3_server
 
 import torchlift
@@ -51,8 +52,7 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize(("name", "checksum"), [("x.pt", False), *((name, True) for name in NAMES)])
 def test_what_is_saved_to_a_url_is_what_a_file_would_be(
     bucket: Bucket, name: str, checksum: bool, tmp_path: Path
 ) -> None:
@@ -193,11 +193,7 @@ def test_a_damaged_source_does_not_become_an_object(bucket: Bucket, tmp_path: Pa
     """Its sum is compared on the way: what was sent is given up."""
     source = tmp_path / "x.pt"
     torchlift.save(_state(), str(source))
-    with torchlift.open(source) as found:
-        offset = found.entries["model.a"].chunks[0].offset
-    with open(source, "r+b") as file:
-        file.seek(offset + 5)
-        file.write(b"?")
+    flip(source, "model.a", 5)
     with pytest.raises(IntegrityError, match=r"model\.a.*checksum"):
         torchlift.convert(str(source), bucket / "x.safetensors", storage_options=bucket.options)
     assert bucket.names() == []
@@ -242,14 +238,14 @@ def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
 def test_small_tensors_of_a_url_are_converted_with_few_requests(s3: Bucket) -> None:
     """Those that lie beside each other are read together, however many they are."""
     options: Any = {"storage_options": s3.options}
-    state = {f"layers.{n}.weight": torch.full((n % 7 + 1, 100), float(n)) for n in range(400)}
+    state = {f"layers.{n}.weight": torch.full((n % 7 + 1, 100), float(n)) for n in range(100)}
     torchlift.save(state, s3 / "x.safetensors", **options)
     for name in ("x.safetensors", "folder"):
         torchlift.save(state, s3 / name, **options, format="dcp" if name == "folder" else None)
         s3.requests.clear()
         torchlift.convert(s3 / name, s3 / "y.pt", overwrite=True, **options)
         asked = [each for each in s3.requests if each[0] == "GET"]
-        assert len(asked) < (20 if name == "x.safetensors" else 420)  # of DCP, one for each item
+        assert len(asked) < (20 if name == "x.safetensors" else 120)  # of DCP, one for each item
     assert torchlift.diff(torchlift.open(s3 / "y.pt", **options), state).equal
 
 

@@ -74,7 +74,6 @@ def write_zip(
     data: bytes | None = None,
     storages: dict[str, bytes] | None = None,
     notes: dict[str, bytes] | None = None,
-    top: str = "archive/",
     method: int = zipfile.ZIP_STORED,
     storage_method: int = zipfile.ZIP_STORED,
 ) -> Path:
@@ -82,11 +81,11 @@ def write_zip(
     notes = {"version": b"3\n", "byteorder": b"little"} if notes is None else notes
     with zipfile.ZipFile(path, "w") as archive:
         content = pickled(obj) if data is None else data
-        archive.writestr(top + "data.pkl", content, compress_type=method)
+        archive.writestr("archive/data.pkl", content, compress_type=method)
         for name, note in notes.items():
-            archive.writestr(top + name, note)
+            archive.writestr(f"archive/{name}", note)
         for name, values in ({"0": bytes(16)} if storages is None else storages).items():
-            archive.writestr(f"{top}data/{name}", values, compress_type=storage_method)
+            archive.writestr(f"archive/data/{name}", values, compress_type=storage_method)
     return path
 
 
@@ -98,10 +97,9 @@ def legacy_id(
     numel: object = 4,
     view: object = None,
     storage_type: object = torch.FloatStorage,
-    location: str = "cpu",
 ) -> StorageId:
     """A storage as files from before torch 1.6 refer to it."""
-    return StorageId("storage", storage_type, storage, location, numel, view)
+    return StorageId("storage", storage_type, storage, "cpu", numel, view)
 
 
 def legacy_tensor(
@@ -123,14 +121,13 @@ def write_legacy(
     *,
     head: Sequence[object] = (MAGIC, PROTOCOL, {"little_endian": True}),
     keys: object = None,
-    protocol: int = 2,
     behind: bytes = b"",
 ) -> Path:
     """A stream of pickles around an object; one storage of four floats by default."""
     values = struct.pack("<4f", 1, 2, 3, 4)
     storages = {"0": (4, values)} if storages is None else storages
     keys = list(storages) if keys is None else keys
-    pickles = [pickled(item, protocol) for item in (*head, obj, keys)]
+    pickles = [pickled(item) for item in (*head, obj, keys)]
     data = [struct.pack("<q", count) + payload for count, payload in storages.values()]
     path.write_bytes(b"".join(pickles + data) + behind)
     return path
@@ -266,10 +263,10 @@ def assert_as_loaded(loaded: Mapping[str, object], ckpt: Mapping[str, torch.Tens
                 assert same_as(one, two), key
 
 
-def write_safetensors(path: Path, header: object, data: bytes = b"", pad: int = 0) -> Path:
+def write_safetensors(path: Path, header: object, data: bytes = b"") -> Path:
     """A safetensors file around a header that is JSON or bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) + pad) + text + data)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
 
 

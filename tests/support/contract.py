@@ -7,7 +7,6 @@ are those that only this format has.
 from __future__ import annotations
 
 import io
-import math
 import os
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from typing import ClassVar
 import pytest
 import torch
 from checkpoint_files import assert_in_bounds
-from guarded import answers, guard, look
-from range_server import facts, serving
+from guarded import guard, look
+from hub_files import damage
+from range_server import facts
 from zoo import same
 
 import torchlift
@@ -29,8 +29,6 @@ from torchlift.formats.detect import read_index
 from torchlift.formats.file_object import index_of_object
 
 State = dict[str, torch.Tensor]
-#: Most damaged files of a format. Small files have a damaged one for each byte.
-MOST = 300
 
 
 def values() -> State:
@@ -63,7 +61,6 @@ class Contract:
         has_views: whether tensors of one storage stay so.
         written: whether `torchlift.convert` writes the format.
         odd: names of `ODD` that the format takes.
-        remote: the name to open behind a URL, if the folder itself is opened elsewhere.
         exclude: keys that no conversion keeps.
         is_padded: whether bytes may follow the last value, and nothing is missing without them.
     """
@@ -75,7 +72,6 @@ class Contract:
     has_views: ClassVar[bool] = False
     written: ClassVar[bool] = False
     odd: ClassVar[list[str]] = ODD
-    remote: ClassVar[str] = ""
     exclude: ClassVar[list[str]] = []
     is_padded: ClassVar[bool] = False
 
@@ -157,22 +153,6 @@ class Contract:
         assert index is not None
         assert_in_bounds(resolved(index))
 
-    def test_damage_at_any_byte_of_a_header_is_read_or_refused(
-        self, folder: Path, path: Path
-    ) -> None:
-        """Each byte outside of the values is another one: an error with a cause, or an index."""
-        spots = [(file, at) for file in files_of(path) for at in headers(file, path)]
-        step = -(-len(spots) // MOST)
-        for number, (file, at) in enumerate(spots[:: max(step, 1)]):
-            content = file.read_bytes()
-            other = (content[at] ^ 0xFF, 0, 0x7B, content[at] ^ 1)[number % 4]
-            file.write_bytes(content[:at] + bytes([other]) + content[at + 1 :])
-            with guard(folder):
-                index = look(str(path), shown=number % 8 == 0)
-            if index is not None:
-                assert_in_bounds(index)
-            file.write_bytes(content)
-
     def test_a_file_that_ends_early_is_refused(self, folder: Path, path: Path) -> None:
         """At the start and the end of each record, one byte later, and a byte before the end."""
         for file in files_of(path):
@@ -185,29 +165,6 @@ class Contract:
                 assert caught.value.file is not None
             file.write_bytes(content)
         assert look(str(path)) is not None
-
-    def test_it_costs_in_proportion_to_its_bytes(self, folder: Path, path: Path) -> None:
-        """Counted in a child: calls and memory, of the whole and of a half."""
-        (half := folder.with_name("half")).mkdir()
-        for file in folder.iterdir():
-            content = file.read_bytes()
-            (half / file.name).write_bytes(content[: len(content) // 2])
-        whole, part = answers(path, half / self.opened)
-        assert whole.kind == "Index"
-        assert part.kind != "Index"
-
-    def test_behind_a_url_it_is_the_same(self, folder: Path, path: Path) -> None:
-        """The index by HTTP, which lists no folder, is that of the file."""
-        url = "d/" + (self.opened or self.remote)
-        if not url.removeprefix("d/"):
-            pytest.skip("HTTP cannot list a folder")
-        with serving(folder.parent) as server:
-            there = resolved(read_index(server.url(url)))
-            with torchlift.open(server.url(url)) as ckpt:
-                assert all(same(ckpt[key], t) for key, t in self.read(folder).items())
-            report, local = torchlift.verify(server.url(url)), torchlift.verify(path)
-        assert facts(there) == facts(read_index(path))
-        assert (report.ok, report.checked, report.nbytes) == (True, local.checked, local.nbytes)
 
     def test_of_a_file_object_its_bytes_count(self, folder: Path, path: Path) -> None:
         """A file object of memory, at a position, is what the file is."""
@@ -228,9 +185,7 @@ class Contract:
         assert report.ok
         assert bool(report.checked) is self.has_sums
         assert self.has_sums or report.unchecked
-        content = bytearray(Path(chunk.file).read_bytes())
-        content[chunk.offset] ^= 1
-        Path(chunk.file).write_bytes(content)
+        damage(Path(chunk.file), chunk.offset)
         report = torchlift.verify(path)
         assert report.ok is not self.has_sums
         assert len(report.failed) == self.has_sums
@@ -308,14 +263,6 @@ def runs(file: Path, path: Path) -> list[tuple[int, int]]:
     return sorted(
         (place.offset, place.offset + place.nbytes) for place in places if place.file == str(file)
     )
-
-
-def headers(file: Path, path: Path) -> Iterator[int]:
-    """Yield the position of each byte that is not a value."""
-    at = 0
-    for start, stop in [*runs(file, path), (file.stat().st_size, math.inf)]:
-        yield from range(at, start)
-        at = max(at, int(stop) if stop < math.inf else at)
 
 
 def cuts(file: Path, path: Path) -> Iterator[int]:

@@ -13,7 +13,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -73,19 +73,16 @@ def guard(*roots: str | os.PathLike[str]) -> Iterator[None]:
         _roots.clear()
 
 
-def look(
-    path: str, read: Callable[[str], Index] = read_index, *, shown: bool = True
-) -> Index | None:
+def look(path: str, *, shown: bool = True) -> Index | None:
     """Read a file that may be damaged; None if it is refused, as it must be.
 
     Args:
         path: the file.
-        read: what reads it.
         shown: whether all of it is listed in every form, too.
     """
     index, refusal, text = None, None, ""
     try:
-        index = read(path)
+        index = read_index(path)
         if shown:
             text = to_text(index)
             to_html(index)

@@ -10,7 +10,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,8 +49,6 @@ class Answer:
         headers: of the answer.
         body: its bytes.
         sent: bytes after which the connection ends; None: all of them.
-        reset: whether it ends so that what is on its way is lost, too.
-        wait: seconds before the first byte.
         reason: the phrase after the status; None: the usual one.
     """
 
@@ -59,8 +56,6 @@ class Answer:
     headers: dict[str, str]
     body: memoryview
     sent: int | None = None
-    wait: float = 0.0
-    reset: bool = True
     reason: str | None = None
 
 
@@ -142,8 +137,6 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self._answer(state, asked, ranged=match is not None)
         if state.fault is not None:
             state.fault(asked, answer)
-        if answer.wait:
-            time.sleep(answer.wait)
         body = answer.body[:0] if only_head else answer.body
         answer.headers.setdefault("Content-Length", str(len(answer.body)))
         with contextlib.suppress(ConnectionError):
@@ -158,9 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
                     state.sent += len(part)
             if answer.sent is not None:
                 # A reset, and not the end of the stream: SO_LINGER of no seconds.
-                if answer.reset:
-                    linger = struct.pack("ii", 1, 0)
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.close_connection = True
 
     def _answer(self, state: RangeServer, asked: Asked, *, ranged: bool) -> Answer:
@@ -234,40 +226,6 @@ def serving(
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
         server.server_close()
-
-
-@contextlib.contextmanager
-def answering(
-    answer: Callable[[socket.socket], None], heads: list[bytes] | None = None
-) -> Iterator[str]:
-    """Call a function with each connection after its request, and yield the URL.
-
-    Args:
-        answer: Sends the answer.
-        heads: Where the requests are kept.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def one(connection: socket.socket) -> None:
-            with connection, contextlib.suppress(OSError):
-                while head := connection.recv(1 << 16):
-                    if heads is not None:
-                        heads.append(head)
-                    answer(connection)
-
-        def all_of_them() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = listening.accept()
-                    threading.Thread(target=one, args=(connection,), daemon=True).start()
-
-        thread = threading.Thread(target=all_of_them, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            listening.shutdown(socket.SHUT_RDWR)
-            thread.join()
 
 
 def facts(index: Index) -> object:

@@ -7,24 +7,21 @@ valid ones with something changed (see `valid_files`), or pickles made as progra
 from __future__ import annotations
 
 import collections
-import pickle
 import random
 import struct
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import gguf
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_files import pickled, write_zip
 from pickle_programs import STORAGES, program
-from torch.distributed.checkpoint.api import CheckpointException
 from valid_files import FORMATS, Parts, changed
 
 import torchlift
@@ -38,59 +35,56 @@ class Refused(Exception):
 # Containers ---------------------------------------------------------------------------------------
 
 
-def tensors(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested containers by their dotted keys; a key may come twice.
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+Leaves = Iterator[tuple[str, torch.Tensor | None]]
+
+
+def tensors(value: Any, key: str = "", depth: int = 0) -> Leaves:
+    """The tensors of nested containers by their dotted keys, and None for a storage.
+
+    A key may come twice.
 
     Raises:
         Refused: containers nest without end.
     """
     if depth > 101:
         raise Refused("nests too deep")
-    if isinstance(value, torch.Tensor):
-        yield key if depth else "tensor", value
-    elif isinstance(value, dict):
-        for name, item in dict.items(value):
-            yield from tensors(item, f"{key}.{name}" if depth else str(name), depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for at, item in enumerate(value):
-            yield from tensors(item, f"{key}.{at}" if depth else str(at), depth + 1)
+    if isinstance(value, (torch.Tensor, *_STORAGES)):
+        yield key if depth else "tensor", value if isinstance(value, torch.Tensor) else None
+        return
+    is_list = isinstance(value, (list, tuple))
+    items = enumerate(value) if is_list else dict.items(value) if isinstance(value, dict) else ()
+    for name, item in items:
+        yield from tensors(item, f"{key}.{name}" if depth else str(name), depth + 1)
 
 
-def same(ours: object, theirs: object, depth: int = 0) -> bool:
+def same(ours: Any, theirs: Any, depth: int = 0) -> bool:
     """Whether two objects are equal, type by type and bit by bit."""
     if depth > 120:
         raise Refused("nests too deep")
     if isinstance(theirs, torch.Tensor):
         return isinstance(ours, torch.Tensor) and same_tensor(ours, theirs)
-    if isinstance(theirs, (torch.storage.TypedStorage, torch.UntypedStorage)):
+    if isinstance(theirs, _STORAGES):
         return isinstance(ours, torch.Tensor)
-    if isinstance(theirs, torch.Size):
-        theirs = tuple(theirs)
-    if isinstance(theirs, torch.serialization.StorageType):
-        return isinstance(ours, str)
-    if isinstance(theirs, (type, torch.qscheme)) or callable(theirs):
-        return isinstance(ours, str)
-    if isinstance(theirs, collections.defaultdict):
-        theirs = dict(theirs)
-    if isinstance(theirs, (torch.dtype,)) and isinstance(ours, str):
+    if isinstance(theirs, torch.dtype) and isinstance(ours, str):
         return str(theirs) == ours
+    if isinstance(theirs, (type, torch.qscheme, torch.serialization.StorageType)) or (
+        callable(theirs)
+    ):
+        return isinstance(ours, str)
+    for kind, plain in ((torch.Size, tuple), (collections.defaultdict, dict)):
+        theirs = plain(theirs) if isinstance(theirs, kind) else theirs
     if type(ours) is not type(theirs):
         return False
     if isinstance(theirs, dict):
-        assert isinstance(ours, dict)
-        ours_items, their_items = list(dict.items(ours)), list(dict.items(theirs))
-        return len(ours_items) == len(their_items) and all(
-            same(a, b, depth + 1) and same(x, y, depth + 1)
-            for (a, x), (b, y) in zip(ours_items, their_items, strict=True)
-        ) and same(getattr(ours, "_metadata", None), vars(theirs).get("_metadata")
-                   if isinstance(theirs, OrderedDict) else None, depth + 1)  # fmt: skip
+        noted = [getattr(one, "_metadata", None) for one in (ours, theirs)]
+        pairs = [[*dict.items(one)] for one in (ours, theirs)]
+        return same(*pairs, depth) and same(*noted, depth + 1)
     if isinstance(theirs, (list, tuple)):
-        assert isinstance(ours, (list, tuple))
         return len(ours) == len(theirs) and all(
             same(a, b, depth + 1) for a, b in zip(ours, theirs, strict=True)
         )
     if isinstance(theirs, (set, frozenset)):
-        assert isinstance(ours, (set, frozenset))
         return sorted(map(repr, ours)) == sorted(map(repr, theirs))
     return repr(ours) == repr(theirs)
 
@@ -124,12 +118,6 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bytes]:
     return tensor.shape, tensor.dtype, raw
 
 
-def _same_facts(entry: torchlift.TensorEntry, theirs: torch.Tensor) -> bool:
-    """Whether a file says what a tensor is to a model."""
-    is_parameter = isinstance(theirs, torch.nn.Parameter)
-    return (entry.requires_grad, entry.is_parameter) == (theirs.requires_grad, is_parameter)
-
-
 # Owners -------------------------------------------------------------------------------------------
 
 
@@ -139,49 +127,6 @@ def _loaded(path: Path) -> Any:
 
 def _script(path: Path) -> Any:
     return dict(torch.jit.load(str(path), map_location="cpu").state_dict())
-
-
-def _safetensors(path: Path) -> Any:
-    return safetensors.torch.load_file(path)
-
-
-def _dcp(path: Path) -> Any:
-    with open(path / ".metadata", "rb") as file:
-        made = _Metadata(file).load()
-    if not all(isinstance(key, str) for key in made.state_dict_metadata):
-        raise Refused("keys")
-    state = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in made.state_dict_metadata.items()
-        if hasattr(value, "chunks")
-    }
-    reader = dcp.FileSystemReader(path)
-    planner = dcp.default_planner.DefaultLoadPlanner(flatten_state_dict=False)
-    try:
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:  # not an Exception
-        raise Refused(str(error)[:200]) from None
-    return state
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads metadata once before torch does, to refuse what names more than metadata needs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        fits = module.startswith(("torch.distributed.checkpoint.", "pathlib", "collections"))
-        if fits or (module == "torch" and "." not in name) or name == "_get_layout":
-            return super().find_class(module, name)
-        raise Refused(name)
-
-
-def _gguf(path: Path) -> Any:
-    found: dict[str, torch.Tensor] = {}
-    for one in gguf.GGUFReader(path).tensors:
-        if one.name in found:
-            raise Refused("twice")
-        values = gguf.quants.dequantize(one.data, one.tensor_type)
-        found[one.name] = torch.from_numpy(np.array(values))
-    return found
 
 
 def _numpy(path: Path) -> Any:
@@ -194,21 +139,16 @@ def _numpy(path: Path) -> Any:
             and array.dtype != np.longdouble and array.dtype != np.clongdouble}  # fmt: skip
 
 
-#: Format -> readers, which raise or return containers; the last one counts for what is refused.
-OWNERS: dict[str, dict[str, Callable[[Path], Any]]] = {
-    "torch-zip": {"weights_only": _loaded},
-    "torchscript": {"jit.load": _script},
-    "safetensors": {"safetensors": _safetensors},
-    "dcp": {"dcp.load": _dcp},
-    "gguf": {"gguf": _gguf},
-    "npz": {"numpy": _numpy},
-    "npy": {"numpy": _numpy},
+#: Format -> its owner's reader, which raises or returns containers.
+OWNERS: dict[str, Callable[[Path], Any]] = {
+    **dict.fromkeys(("torch-zip", "torch-legacy", "programs", "legacy programs"), _loaded),
+    "torchscript": _script, "safetensors": safetensors.torch.load_file, "npz": _numpy,
+    "npy": _numpy,
 }  # fmt: skip
-OWNERS |= dict.fromkeys(("torch-legacy", "programs", "legacy programs"), OWNERS["torch-zip"])
 
 
-def by_owner(read: Callable[[Path], Any], path: Path) -> Any:
-    """What an owner's library reads.
+def by_owner(name: str, path: Path) -> Any:
+    """What the owner's library of a format reads.
 
     Raises:
         Refused: it does not.
@@ -216,9 +156,45 @@ def by_owner(read: Callable[[Path], Any], path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return read(path)
+            return OWNERS[name](path)
         except Exception as error:  # libraries raise whatever their code does
             raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+class Shown(NamedTuple):
+    """What torchlift shows of a file.
+
+    Attributes:
+        entries: of the index.
+        values: of the keys whose values can be made.
+        tree: the containers, or None.
+        hidden: keys of what is listed as blocked or is refused when it is asked for.
+        late: the latter.
+        has_tree: whether the containers are those of the owner.
+    """
+
+    entries: dict[str, torchlift.TensorEntry]
+    values: dict[str, torch.Tensor]
+    tree: Any
+    hidden: set[str]
+    late: set[str]
+    has_tree: bool
+
+
+def _shown(path: Path) -> Shown:
+    with torchlift.open(path) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values, tree = {}, None
+        for key in ckpt:
+            with suppress(CheckpointError):
+                values[key] = ckpt[key]
+        with suppress(CheckpointError):
+            tree = ckpt.tree()
+        late = {*ckpt} - {*values}
+        hidden = {*ckpt.blocked_keys, *late}
+        hidden |= {"tensor"} if "object" in hidden else set()
+        has_tree = ckpt._index.tree is not None and ckpt.format != "torchscript"
+        return Shown(dict(ckpt.entries), values, tree, hidden, late, has_tree)
 
 
 def differences(name: str, path: Path) -> tuple[str, list[str]]:
@@ -227,68 +203,40 @@ def differences(name: str, path: Path) -> tuple[str, list[str]]:
     The verdict is ``both``, ``neither``, ``refused`` (by torchlift) or ``accepted`` (by torchlift
     alone), or ``different``.
     """
+    ours: Shown | None = None
+    with suppress(CheckpointError):
+        ours = _shown(path)
     try:
-        with torchlift.open(path) as ckpt, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ours = {}
-            for key in ckpt:
-                try:
-                    ours[key] = ckpt[key]
-                except CheckpointError:
-                    continue  # what a value is made of may be refused when it is asked for
-            late = [key for key in ckpt if key not in ours]
-            hidden = {*ckpt.blocked_keys, *late}
-            hidden |= {"tensor"} if "object" in hidden else set()
-            try:
-                tree = ckpt.tree()
-            except CheckpointError:
-                tree = Refused
-            entries = dict(ckpt.entries)
-            has_tree = ckpt._index.tree is not None and ckpt.format not in ("dcp", "torchscript")
-    except CheckpointError:
-        ours = None
-    found: list[str] = []
-    taken = 0
-    for reader, read in OWNERS[name].items():
-        try:
-            whole = by_owner(read, path)
-            theirs = list(tensors(whole))
-        except Refused:
-            continue
-        taken += 1
-        if ours is None:
-            continue
-        if name == "torchscript":
-            # Only the text of the program says which tensors no state dict has.
-            names = {key for key, _ in theirs}
-            ours = {key: value for key, value in ours.items() if key in names}
-        counts = Counter(key for key, _ in theirs)
-        missing = [key for key, _ in theirs if key not in ours and not any(
-            key == one or key.startswith(one + ".") for one in hidden)]  # fmt: skip
-        found += [f"{reader}: lacks {key!r}" for key in missing]
-        by_key = dict(theirs)
-        for key, tensor in ours.items():
-            if key not in by_key:
-                stored = name not in ("torch-zip", "torch-legacy") and "program" not in name
-                if stored or not _is_storage(whole, key):
-                    found.append(f"{reader}: has no {key!r}")
-            elif counts[key] > 1:
-                found.append(f"{reader}: two of {key!r}")
-            elif has_tree and not same_tensor(tensor, by_key[key]):
-                found.append(f"{reader}: other {key!r}: {tensor} and {by_key[key]}")
-            elif has_tree and not _same_facts(entries[key], by_key[key]):
-                found.append(f"{reader}: other facts of {key!r}: {entries[key]}, {by_key[key]}")
-            elif not has_tree and not _same_numbers(tensor, by_key[key]):
-                found.append(f"{reader}: other {key!r}: {tensor} and {by_key[key]}")
-        if has_tree and tree is not Refused:
-            with_storages = not found
-            if with_storages and not same(tree, whole):
-                found.append(f"{reader}: another tree: {tree} and {whole}")
-    if found:
-        return "different", found
+        whole = by_owner(name, path)
+        theirs = [*tensors(whole)]
+    except Refused:
+        return ("neither" if ours is None else "refused" if ours.late else "accepted"), []
     if ours is None:
-        return ("refused" if taken else "neither"), []
-    return ("both" if taken else "refused" if late else "accepted"), []
+        return "refused", []
+    by_key, counts = dict(theirs), Counter(key for key, _ in theirs)
+    found = [
+        f"lacks {key!r}" for key, value in theirs
+        if value is not None and key not in ours.values
+        and not any(key == one or key.startswith(f"{one}.") for one in ours.hidden)
+    ]  # fmt: skip
+    for key, mine in ours.values.items():
+        other = by_key.get(key)
+        # Only the text of a program says which tensors no state dict has.
+        if key not in by_key and name != "torchscript":
+            found.append(f"has no {key!r}")
+        elif counts[key] > 1:
+            found.append(f"two of {key!r}")
+        elif other is not None and not (same_tensor if ours.has_tree else _same_numbers)(
+            mine, other
+        ):
+            found.append(f"other {key!r}: {mine} and {other}")
+        elif other is not None and ours.has_tree:
+            entry, is_parameter = ours.entries[key], isinstance(other, torch.nn.Parameter)
+            if (entry.requires_grad, entry.is_parameter) != (other.requires_grad, is_parameter):
+                found.append(f"other facts of {key!r}: {entry}, {other}")
+    if not found and ours.has_tree and ours.tree is not None and not same(ours.tree, whole):
+        found.append(f"another tree: {ours.tree} and {whole}")
+    return ("different" if found else "both"), found
 
 
 def _same_numbers(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -296,26 +244,6 @@ def _same_numbers(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.shape == theirs.shape and (
         ours.numel() > _LARGEST or _bits(ours.detach()) == _bits(theirs.detach())
     )
-
-
-def _is_storage(whole: Any, key: str) -> bool:
-    """Whether a key leads to a storage, of which torchlift makes a tensor."""
-
-    def reach(value: Any, rest: str) -> bool:
-        if isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
-            return not rest
-        items: Iterable[tuple[object, Any]] = ()
-        if isinstance(value, dict):
-            items = dict.items(value)
-        elif isinstance(value, (list, tuple)):
-            items = enumerate(value)
-        return any(
-            (rest == str(name) and reach(item, ""))
-            or (rest.startswith(f"{name}.") and reach(item, rest[len(str(name)) + 1 :]))
-            for name, item in items
-        )
-
-    return reach(whole, key) or (key == "tensor" and reach(whole, ""))
 
 
 # Files --------------------------------------------------------------------------------------------

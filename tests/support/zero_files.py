@@ -31,7 +31,6 @@ class Zero:
         frozen: parameters that are not trained.
         buffers: of the model.
         tied: name -> name of the parameter that it is.
-        elastic: whether the state is stored without padding, as a list.
         prefix: of the files of ranks.
         alignment: elements that parameters start at multiples of (``parameter_alignment``).
     """
@@ -42,7 +41,6 @@ class Zero:
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    elastic: bool = False
     prefix: str = ""
     alignment: int = 1
 
@@ -52,10 +50,6 @@ class Zero:
         for group in self.groups:
             found.update(group)
         return {**found, **{name: found[first] for name, first in self.tied.items()}}
-
-    def state(self, kind: str, name: str) -> torch.Tensor:
-        """Return the state of a parameter."""
-        return self.weights()[name] * {"exp_avg": -0.5, "exp_avg_sq": 3.0}[kind]
 
     def write(self, path: Path, edit: Callable[[str, Any], None] | None = None) -> Path:
         """Write the folder of a step into a directory, and return its path.
@@ -119,20 +113,14 @@ class Zero:
         }
 
     def _optimizer(self, rank: int, made: dict[str, Any]) -> dict[str, Any]:
-        kinds = ("weights", "exp_avg", "exp_avg_sq")
-        vectors = [
-            {kind: self._vector(kind, group, rank) for kind in kinds} for group in self.groups
-        ]
+        vectors = [self._vectors(group, rank) for group in self.groups]
         state = {
-            at: {
-                "step": torch.tensor(3.0),
-                **{kind: vector[kind][0 if self.elastic else 1] for kind in kinds[1:]},
-            }
-            for at, vector in enumerate(vectors)
+            at: {"step": torch.tensor(3.0), "exp_avg": -0.5 * vector, "exp_avg_sq": 3 * vector}
+            for at, vector in enumerate(padded for _, padded in vectors)
         }
         hyper = [{"lr": 0.1 + at, "betas": (0.9, 0.99), "params": [at]} for at in state]
         base = {"state": state, "param_groups": hyper}
-        weights = [vector["weights"][0] for vector in vectors]
+        weights = [vector for vector, _ in vectors]
         common = {
             "loss_scaler": made["LossScaler"](),
             "zero_stage": made["ZeroStageEnum"](),
@@ -143,7 +131,7 @@ class Zero:
                     "fp32_flat_groups": weights}  # fmt: skip
         return {
             **common,
-            "base_optimizer_state": list(state.values()) if self.elastic else base,
+            "base_optimizer_state": base,
             "single_partition_of_fp32_groups": weights,
             "group_paddings": [0] * len(weights),
             "param_alignment_paddings": [self._paddings(group) for group in self.groups],
@@ -155,35 +143,31 @@ class Zero:
         gaps = [-value.numel() % self.alignment for value in group.values()]
         return [*gaps[:-1], 0]
 
-    def _vector(
-        self, kind: str, group: dict[str, torch.Tensor], rank: int
+    def _vectors(
+        self, group: dict[str, torch.Tensor], rank: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a rank's flat tensor of a group, without the padding at its end and with it."""
-        values = [v if kind == "weights" else self.state(kind, name) for name, v in group.items()]
         if self.stage == 3:
-            flat = torch.cat([share(value, rank, self.world) for value in values])
+            flat = torch.cat([share(value, rank, self.world) for value in group.values()])
             return flat, flat
-        paddings = self._paddings(group)
-        joined = torch.cat(
-            [
-                torch.nn.functional.pad(value.reshape(-1), (0, padding), value=9e9)
-                for value, padding in zip(values, paddings, strict=True)
-            ]
-        )
-        size = 2 * self.world * math.ceil(joined.numel() / (2 * self.world)) // self.world
-        padded = torch.nn.functional.pad(joined, (0, size * self.world - joined.numel()), value=9e9)
+        pairs = zip(group.values(), self._paddings(group), strict=True)
+        joined = torch.cat([padded_by(value, padding) for value, padding in pairs])
+        size = 2 * math.ceil(joined.numel() / (2 * self.world))
+        padded = padded_by(joined, size * self.world - joined.numel())
         mine = padded[rank * size : (rank + 1) * size]
         left = max(0, min(size, joined.numel() - rank * size))
         return mine[:left], mine
 
 
+def padded_by(value: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a flat tensor with values behind it that nobody may read."""
+    return torch.nn.functional.pad(value.reshape(-1), (0, count), value=9e9)
+
+
 def share(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Return what a rank has of a parameter in stage 3, the last shares padded."""
+    """Return a rank's part of a parameter, as stage 3 cuts it."""
     size = math.ceil(value.numel() / world)
-    padded = torch.nn.functional.pad(
-        value.reshape(-1), (0, size * world - value.numel()), value=9e9
-    )
-    return padded[rank * size : (rank + 1) * size].clone()
+    return padded_by(value, size * world - value.numel())[rank * size : (rank + 1) * size].clone()
 
 
 @contextmanager

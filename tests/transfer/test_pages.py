@@ -25,8 +25,8 @@ from torchlift._transfer.pages import HugePages, allocate
 from torchlift._transfer.userfault import Filler, open_filler
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
-@pytest.mark.parametrize("numel", [0, 1, 1000, 262_145, 2_000_003])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex128])
+@pytest.mark.parametrize("numel", [0, 1000, 262_145, 2_000_003])
 def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
     """Small and large ones alike are contiguous, aligned, writable and as big as asked for."""
     made = allocate(numel, dtype, torch.device("cpu"))
@@ -127,7 +127,7 @@ def test_without_the_kernels_help_the_bytes_are_the_same(monkeypatch, no_huge_pa
 def test_a_file_that_is_cut_while_it_is_copied_is_left_to_the_read(tmp_path, no_huge_pages):
     """The kernel stops at the end of the file. A copy of the process would be killed (SIGBUS)."""
     path = tmp_path / "x"
-    path.write_bytes(bytes(pattern(4 * MIB)))
+    path.write_bytes(pattern(4 * MIB).numpy().tobytes())
     area = new_memory(4 * MIB)
     with path.open("rb") as file:
         opened = OpenFile(str(path), file.fileno(), 4 * MIB)

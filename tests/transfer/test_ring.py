@@ -32,8 +32,8 @@ def device() -> Iterator[FakeDevice]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> Iterator[list[torch.Tensor]]:
-    """All memory of the ring, which has small stages here."""
+def stages(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> list[torch.Tensor]:
+    """All memory of the ring."""
     found: list[torch.Tensor] = []
 
     def take(nbytes: int) -> torch.Tensor:
@@ -42,8 +42,14 @@ def made(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> Iterator[list[t
 
     monkeypatch.setattr(reading, "allocate_pinned", take)
     monkeypatch.setattr(pinned, "stream_of", lambda _: device)
+    return found
+
+
+@pytest.fixture
+def made(stages: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The same of small stages."""
     with limits(staged=_STAGE):
-        yield found
+        yield stages
 
 
 def numbers_in(path: Path, count: int) -> tuple[Files, torch.Tensor]:
@@ -80,24 +86,16 @@ def test_values_arrive_through_a_few_stages_that_are_used_again(tmp_path, device
 
 
 @pytest.mark.parametrize(("direct", "count"), [("never", 12), ("always", 10)])
-def test_the_stages_fit_in_the_budget(tmp_path, device, monkeypatch, direct, count) -> None:
+def test_the_stages_fit_in_the_budget(tmp_path, device, stages, monkeypatch, direct, count) -> None:
     """A thread that reads past the page cache holds one more stage of its own."""
-    made: list[torch.Tensor] = []
-
-    def take(nbytes: int) -> torch.Tensor:
-        made.append(torch.empty(nbytes, dtype=torch.uint8).as_subclass(Pinned))
-        return made[-1]
-
-    monkeypatch.setattr(reading, "allocate_pinned", take)
-    monkeypatch.setattr(pinned, "stream_of", lambda _: device)
     monkeypatch.setenv("TORCHLIFT_DIRECT_IO", direct)
     files, values = numbers_in(tmp_path / "f", 20 * pinned.STAGE // 4)
     target = torch.empty(len(values))
     read(requests(tmp_path / "f", device, target), files)
     assert torch.equal(target, values)
-    assert len(made) == count
+    assert len(stages) == count
     own = DEPTH // 2 if direct == "always" else 0
-    assert sum(stage.nbytes for stage in made) + own * STAGE <= reading.BUDGET
+    assert sum(stage.nbytes for stage in stages) + own * STAGE <= reading.BUDGET
 
 
 def test_a_device_without_room_for_a_cast_gets_what_the_host_casts(tmp_path, device, made) -> None:
