@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,44 +114,6 @@ def test_code_that_draws_numbers_does_not_change_the_next_ones(
         assert torch.equal(torch.get_rng_state(), before if refuses else expected)
         assert torch.equal(model.weight, weight) == refuses
     assert late.value == (0 if refuses else 5)
-
-
-def holding(models: list[nn.Module]) -> dict[str, Any]:
-    """Containers of objects that have a state."""
-    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return {
-        "a list": models,
-        "a tuple": tuple(models),
-        "a dict": {"a": models[0], "b": models[1]},
-        "a deep one": {"all": [{"one": models[0]}]},
-        "optimizers": [optimizer],
-        "schedulers": (scheduler, scheduler),
-        "a set": {models[0]},
-        "a deque": deque(models),
-        "values": {"a": models[0]}.values(),
-        "with data": {"epoch": 1, "ema": Stateful(1)},
-    }
-
-
-@pytest.mark.parametrize("kind", holding([nn.Linear(1, 1), nn.Linear(1, 1)]))
-def test_a_container_of_objects_with_a_state_is_refused_when_it_is_saved(
-    tmp_path: Path, kind: str
-) -> None:
-    """It would count as plain data, and resume would load nothing, with success."""
-    models: list[nn.Module] = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    things = holding(models)[kind]
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        for call in (lambda: keeper.save(1, things=things), lambda: keeper.resume(things=things)):
-            with pytest.raises(
-                PlacementError, match="'things': resume cannot load objects inside"
-            ) as caught:
-                call()
-            is_dict = kind in ("a dict", "a deep one", "with data")
-            way = "**models." if is_dict else "each for n, each in enumerate(models)"
-            assert way in (caught.value.hint or "")
-        assert keeper.steps() == []
-        assert keeper.save(1, **{f"model_{n}": each for n, each in enumerate(models)})
 
 
 @pytest.mark.parametrize(
@@ -350,12 +311,10 @@ def test_state_of_a_parameter_that_no_optimizer_holds_now_is_refused(tmp_path: P
         ) as caught:
             keeper.resume(fewer)
         assert same(everything(fewer), before)
-        path = keeper.latest()
-        line = f"torchlift.distributed.load_optimizer(model, optimizer, {path!r}, root='optimizer')"
-        hint = f"To load the state of the others: resume without optimizer, then {line}."
-        assert str(caught.value).endswith(hint)
+        hint, _, line = str(caught.value).rpartition("resume without optimizer, then ")
+        assert hint.endswith("To load the state of the others: ")
         assert keeper.resume(model=fewer["model"]) == 1
-        eval(line, {"torchlift": torchlift, **fewer})
+        eval(line.removesuffix("."), {"torchlift": torchlift, **fewer})
         assert keeper.resume(again) == 1
     assert torch.equal(fewer["model"][1].weight, run["model"][1].weight)
     moments, expected = (each["optimizer"].state[each["model"][0].weight] for each in (again, run))
