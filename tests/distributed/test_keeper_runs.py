@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
-from wrapped_models import cloned
+from wrapped_models import WRAPPERS, cloned, net
 from zoo import same
 
 import torchlift
@@ -101,19 +101,11 @@ def wrapped(kind: str) -> Run:
     """Sizes that no number of ranks divides. Each rank draws numbers of its own."""
 
     def make(seed: int) -> Objects:
-        model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
-        if kind == "fsdp2":
-            fully_shard(model[0], mesh=cpu_mesh())
-            fully_shard(model, mesh=cpu_mesh())
-        else:
-            model = DistributedDataParallel(model)
+        model = WRAPPERS[kind](net(seed)).eval()  # statistics are not the ranks' own
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         torch.manual_seed(10 * seed + dist.get_rank())
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": lr_scheduler.MultiStepLR(optimizer, [2, 4]),
-        }
+        scheduler = lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     def step(run: Objects) -> None:
         step_all(run, run["model"](torch.randn(4, 5)).square().mean())
@@ -304,7 +296,9 @@ class Table(nn.Linear):
 def filled(seed: int) -> Objects:
     """Containers of all kinds. A DCP folder has text keys, and lists in the place of tuples."""
     model = Table(2, 1)
-    model.table = {3: seed, "t": {0: torch.ones(1), None: (torch.full((1,), float(seed)),)}}
+    kinds = (b"\xff", 1j, {"a"})
+    tensors = {0: torch.ones(1), None: (torch.full((1,), float(seed)),)}
+    model.table = {3: seed, "t": tensors, "kinds": kinds}
     return {"model": model, "optimizer": Filled(model.parameters(), seed)}
 
 
@@ -322,8 +316,7 @@ RUNS = {
 }
 ON_RANKS = {
     **RUNS,
-    "fsdp2": wrapped("fsdp2"),
-    "ddp": wrapped("ddp"),
+    **{kind: wrapped(kind) for kind in ("fsdp blocks", "ddp")},
     "several wrapped": Run(several_wrapped, step_several),
 }
 
