@@ -243,29 +243,8 @@ def two_optimizers_on_meta(seed: int) -> Objects:
     return {"model": model, **optimizers}
 
 
-class Counting(torch.optim.Optimizer):
-    """Has state that is not a parameter's, by a name of its own."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        # Typed as if every key were a tensor.
-        own = self.state["steps"]  # type: ignore[index]
-        own["count"] = own.get("count", 0) + 1
-        own["sum"] = own.get("sum", torch.zeros(2)) + self.param_groups[0]["lr"]
-
-
-def counting(seed: int) -> Objects:
-    """Two optimizers, of which each must get its own count again."""
-    model = nn.Linear(2, 2)
-    one, two = Counting([model.weight], 0.1), Counting([model.bias], 0.5 + seed)
-    two.step()
-    return {"model": model, "one": one, "two": two}
-
-
 class Filled(torch.optim.Optimizer):
-    """Its state and its groups have containers of all kinds."""
+    """Its state and its groups have containers of all kinds, and it counts its steps by a name."""
 
     def __init__(self, params: Any, seed: int) -> None:
         plan = {0: 0.1, 100: 0.2 + seed}
@@ -273,6 +252,10 @@ class Filled(torch.optim.Optimizer):
         super().__init__(params, {"betas": betas, "plan": plan, "lr": 0.1})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # Typed as if every key were a tensor.
+        own = self.state["steps"]  # type: ignore[index]
+        own["count"] = own.get("count", 0) + 1
+        own["sum"] = own.get("sum", torch.zeros(2)) + self.param_groups[0]["lr"]
         for param in self.param_groups[0]["params"]:
             self.state[param] = {
                 "by_number": {0: param.detach() + 1, 7: {True: (1, 2)}},
@@ -299,7 +282,9 @@ def filled(seed: int) -> Objects:
     kinds = (b"\xff", 1j, {"a"})
     tensors = {0: torch.ones(1), None: (torch.full((1,), float(seed)),)}
     model.table = {3: seed, "t": tensors, "kinds": kinds}
-    return {"model": model, "optimizer": Filled(model.parameters(), seed)}
+    one, two = Filled([model.weight], seed), Filled([model.bias], seed)
+    two.step()  # each must get its own count again
+    return {"model": model, "one": one, "two": two}
 
 
 RUNS = {
@@ -311,7 +296,6 @@ RUNS = {
     "several modules": Run(several_modules, step_several_modules),
     "dampened": Run(dampened, step_model, before=0, fresh=False),
     "two optimizers on meta": Run(two_optimizers_on_meta, step_model, fresh=False),
-    "counting": Run(counting, step_model),
     "filled": Run(filled, step_model),
 }
 ON_RANKS = {

@@ -266,19 +266,3 @@ def test_each_folder_is_listed_once_by_two_ranks(server: S3Server, by: str) -> N
     # By the first rank, and for its own `steps` by the second one.
     assert {*listed.values()} == {2}, listed
     assert sum("prefix=run/&" in f"{query}&" for query in queries) <= 20
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.distributed is")
-def test_dcp_saves_to_a_url_from_one_process(bucket: Bucket, tmp_path: Any) -> None:
-    """Through `CheckpointWriter`, which checks and writes as `torchlift.save` does."""
-    import torch.distributed.checkpoint as dcp
-
-    state: dict[str, Any] = {"w": torch.randn(3_000_000), "b": torch.ones(3), "epoch": {"n": 7}}
-    writer = CheckpointWriter(bucket / "folder", storage_options=bucket.options)
-    dcp.save(state, storage_writer=writer)
-    there = bucket.fetched("folder", tmp_path)
-    assert torchlift.verify(there).ok
-    with torchlift.open(there) as ckpt:
-        assert torch.equal(ckpt["w"], state["w"])
-        assert ckpt.objects["epoch.n"] == 7
-    assert bucket.unfinished() == []

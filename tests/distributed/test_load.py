@@ -162,8 +162,8 @@ def test_each_rank_loads_its_shards(wrap: str, folder: Path) -> None:
     if dist.get_world_size() == 4:  # which show other shards, and no other mode
         modes = ("auto",)
     for start, make in STARTS.items():
-        for mode in modes:
-            for source in ("mmap", "read"):
+        for number, mode in enumerate(modes):
+            for source in ("mmap", "read") if number < 2 else ("read",):
                 model: Any = WRAPS[wrap](make())
                 report = torchlift.load(model, path, mode=mode, source=source)
                 what = (wrap, start, mode, source)
@@ -284,21 +284,11 @@ def test_loads_every_placement(folder: Path) -> None:
 
 @on(*WORLDS)
 def test_refuses_partial_sums(folder: Path) -> None:
-    path = full_one(folder, torch.ones(4, 4))
+    path = full_file(folder, Big)
     mesh = cpu_mesh()
     model = One(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False))
-    with pytest.raises(PlacementError) as caught:
-        torchlift.load(model, path)
-    assert "partial sum" in str(caught.value)
-    assert "'w'" in str(caught.value)
-
-
-def full_one(folder: Path, whole: torch.Tensor) -> Path:
-    path = folder / "full_one.pt"
-    if dist.get_rank() == 0:
-        torch.save({"w": whole}, path)
-    dist.barrier()
-    return path
+    with pytest.raises(PlacementError, match=r"'layers.0.weight': .*partial sum"):
+        torchlift.load(model, path, rename=lambda key: key.replace("layers.0.weight", "w"))
 
 
 class Big(nn.Module):
@@ -416,13 +406,13 @@ def test_one_rank_that_fails_stops_all(folder: Path) -> None:
     """The same error everywhere, with the rank in it; nothing has changed anywhere."""
     good, last = full_file(folder), dist.get_world_size() - 1
     for how, kind in (("missing", FormatError), ("cut", FormatError), ("shape", MismatchError)):
-        for wrap in ("fsdp", "two_d"):
-            model = WRAPS[wrap](net(seed=1))
+        for wrap in ("fsdp", "two_d", "replica"):  # which loads together when asked
+            model = WRAPS.get(wrap, lambda model: model)(net(seed=1))
             before = {key: local_of(value).clone() for key, value in model.state_dict().items()}
             bad = broken_file(folder, how)
             path = bad if dist.get_rank() == last else good
             with pytest.raises(kind) as caught:
-                torchlift.load(model, path)
+                torchlift.load(model, path, collective=True if wrap == "replica" else None)
             text = str(caught.value)
             assert f"on rank {last}: " in text or last == 0, text
             assert len(set(everywhere(text))) == 1, everywhere(text)
@@ -439,17 +429,6 @@ def test_a_wrong_argument_on_one_rank_stops_all(folder: Path) -> None:
     with pytest.raises(TypeError if failed else CheckpointError) as caught:
         torchlift.load(model, good, rename=rename)
     assert failed or f"on rank {last}: TypeError" in str(caught.value)
-
-
-@on(*WORLDS)
-def test_replicas_load_together_when_asked(folder: Path) -> None:
-    good, last = full_file(folder), dist.get_world_size() - 1
-    model = net(seed=1)
-    path = folder / "nowhere.pt" if dist.get_rank() == last else good
-    with pytest.raises(FormatError):
-        torchlift.load(model, path, collective=True)
-    require_equal(model, net(seed=1).state_dict(), "unchanged")
-    dist.barrier()
 
 
 # ---- from any number of ranks to any other ---------------------------------------------------
@@ -470,10 +449,6 @@ def writes_checkpoints(saved: Path) -> None:
         )
         total = sum(v.numel() * v.itemsize for v in net(Untied).state_dict().values())
         assert sum(everywhere(wrote)) == total, wrote
-    columns = {"odd": distribute_tensor(net().odd.detach(), cpu_mesh(), [Shard(1)])}
-    dcp.save(columns, checkpoint_id=saved / f"columns-from-{world}")
-    future = dcp.async_save(columns, checkpoint_id=saved / f"columns-from-{world}-async")
-    future.result()
 
 
 @on(*WORLDS)
@@ -497,12 +472,6 @@ def test_loads_what_any_number_of_ranks_saved(saved: Path) -> None:
             if source == "read":
                 local = sum(local_of(v).nbytes for v in model.state_dict().values())
                 assert report.bytes_read == local, (path.name, report)
-    mesh = cpu_mesh()
-    for path in files_of(saved, "columns"):
-        for placement in (Shard(0), Shard(1), Replicate()):
-            made = One(distribute_tensor(torch.zeros(7, 3), mesh, [placement]))
-            torchlift.load(made, path, rename=lambda key: "w")
-            assert torch.equal(made.w.full_tensor(), net().odd), (path, placement)
 
 
 @on(*WORLDS)

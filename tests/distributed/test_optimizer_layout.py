@@ -14,7 +14,6 @@ from ranks import cpu_mesh, on
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import torchlift
 import torchlift.distributed as ours
 
 
@@ -74,33 +73,6 @@ def require_same(optimizer: Any, expected: Any) -> None:
         moment, other = found["moment"], wanted["moment"]
         assert isinstance(moment, DTensor)
         assert torch.equal(moment.full_tensor(), whole(other))
-
-
-@on(2)
-def test_the_layout_of_a_square_matrix_is_recorded(folder: Path) -> None:
-    """SOAP, Shampoo, whitening: on as many ranks, nested, gathered, flat and out of files."""
-    for square_only in (True, False):
-        source = stepped(True, square_only)
-        nested = ours.get_optimizer_state_dict(*source)
-        assert nested["param_groups"][0]["state_layouts"] == ["whiten.right plain"]
-        options = ours.StateDictOptions(full_state_dict=True)
-        gathered = ours.get_optimizer_state_dict(*source, options=options)
-        flat = ours.get_optimizer_state_dict(
-            *source, options=ours.StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-        path = os.path.join(folder, f"saved {square_only}")
-        torchlift.save({"optim": nested}, path, format="dcp")
-        torchlift.save({"optim": flat}, path + " flat", format="dcp")
-        for times in (0, 1):
-            for state, chosen in ((nested, None), (gathered, options), (flat, None)):
-                model, optimizer = stepped(True, square_only, times)
-                ours.set_optimizer_state_dict(model, optimizer, state, options=chosen)
-                require_same(optimizer, source[1])
-                assert "state_layouts" not in optimizer.param_groups[0]
-            for name in (path, path + " flat"):
-                model, optimizer = stepped(True, square_only, times)
-                ours.load_optimizer(model, optimizer, name, root="optim")
-                require_same(optimizer, source[1])
 
 
 @on(2)

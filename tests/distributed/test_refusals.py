@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hooked_models import TROUBLES, layers, refuses, state_for
+from hooked_models import BAD_VALUES, TROUBLES, layers, refuses, state_for
 from ranks import on
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -140,14 +140,6 @@ def strict_on_one(given: Given) -> None:
     given["model_state_dict"]["nobody.weight"] = given["model_state_dict"].pop("inp.weight")
 
 
-BAD_VALUES: dict[str, Callable[[Any], Any]] = {
-    "meta": lambda value: value.to("meta"),
-    "sparse": lambda value: value.to_sparse(),
-    "quantised": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
-    "nested": lambda value: torch.nested.nested_tensor([value]),
-    "shape": lambda value: torch.zeros(value.shape[0] + 1, *value.shape[1:]),
-    "text": lambda value: "a text",
-}
 HOOK = on_last(lambda given: refuses(given["model"]))
 LATE = on_last(lambda given: given["optimizers"].register_load_state_dict_post_hook(refuse))
 NOT_SAME = "do not select the same"

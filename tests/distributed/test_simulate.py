@@ -122,27 +122,20 @@ def compare(path: Path, mesh: str, *, dtype: torch.dtype | None = None) -> None:
 @on(4, mesh=MESHES[4])
 @on(8, mesh=MESHES[8])
 def test_every_rank_reads_the_bytes_of_its_own_shards(mesh: str, folder: Path) -> None:
-    """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes."""
-    path = folder / "odd.pt"
+    """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes.
+
+    Of one file, and of what FSDP over all ranks wrote, in as many files and in uneven pieces.
+    """
+    path, parts = folder / "odd.pt", folder / "parts"
     if dist.get_rank() == 0:
         torch.save(saved(), path)
+    model = Odd()
+    model.load_state_dict({key: value.contiguous() for key, value in saved().items()})
+    dcp.save(fully_shard(model).state_dict(), checkpoint_id=parts)
     dist.barrier()
     compare(path, mesh)
     compare(path, mesh, dtype=torch.bfloat16)
-    dist.barrier()
-
-
-@on(2, mesh=MESHES[2])
-@on(4, mesh=MESHES[4])
-@on(8, mesh=MESHES[8])
-def test_every_rank_reads_its_bytes_of_what_all_ranks_wrote(mesh: str, folder: Path) -> None:
-    """What FSDP over all ranks wrote, in as many files and in uneven pieces."""
-    path = folder / "parts"
-    model = Odd()
-    model.load_state_dict({key: value.contiguous() for key, value in saved().items()})
-    dcp.save(fully_shard(model).state_dict(), checkpoint_id=path)
-    dist.barrier()
-    compare(path, mesh)
+    compare(parts, mesh)
     dist.barrier()
 
 

@@ -34,19 +34,19 @@ from wrapped_models import (
     containers,
     fsdp,
     fsdp1,
-    lists,
     net,
     same,
     train,
 )
+from zoo import same as same_bits
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift._model.gathering import Gatherer
 from torchlift._model.slots import read_tree
 from torchlift.errors import CheckpointError, PlacementError
 
 FULL = ours.StateDictOptions(full_state_dict=True)
+ON_0 = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 READ = (
@@ -76,7 +76,7 @@ def reads_as_torch_does(wrap: str, optimizer: str) -> None:
 
 def loads_as_torch_does(wrap: str, optimizer: str) -> None:
     source = built(wrap, optimizer)
-    for options in LOAD:
+    for options in LOAD if optimizer == "adamw" else LOAD[:3:2]:
         read = {k: v for k, v in options.items() if k != "broadcast_from_rank0"}
         states = theirs.get_state_dict(*source, options=theirs.StateDictOptions(**read))
         states = cloned(states)
@@ -96,8 +96,7 @@ def loads_as_torch_does(wrap: str, optimizer: str) -> None:
             results.append((containers(model.state_dict()), optim.state_dict()))
         same(results[0][0], results[1][0], f"{options} model")
         same(results[0][1]["state"], results[1][1]["state"], f"{options} optimizer")
-        # torch makes lists of tuples (Adam's betas) when it loads with full_state_dict.
-        groups = [lists(result[1]["param_groups"]) for result in results]
+        groups = [result[1]["param_groups"] for result in results]
         same(*groups, f"{options} groups")
 
 
@@ -339,22 +338,20 @@ def test_gathered_tensors_are_those_of_torch_on_random_meshes() -> None:
     shapes = ((2,), (1, 2), (2, 1)) if count == 2 else ((4,), (2, 2), (1, 4), (2, 1, 2))
     meshes = [cpu_mesh(*shape) for shape in shapes]
     dtypes = (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64)
-    sharded, expected = [], []
+    sharded, expected = nn.Module(), {}
     for number in range(60):
         mesh, shape = draw.choice(meshes), draw.choices((0, 1, 2, 3, 5, 8), k=draw.randint(0, 3))
         places = [Replicate(), *map(Shard, range(len(shape)))]
         whole = (torch.randn(shape) * 5).to(draw.choice(dtypes))
         chosen = [draw.choice(places) for _ in range(mesh.ndim)]
         made = distribute_tensor(whole, mesh, chosen, src_data_rank=None)
-        sharded.append((str(number), made))
-        expected.append(whole)
-    for keeps in ("each", "one", "none"):
-        gatherer = Gatherer(sharded, keeps=keeps)
-        for found, whole in zip(gatherer, expected, strict=True):
-            assert (found is None) == (keeps == "none")
-            if found is not None:
-                assert (found.shape, found.dtype) == (whole.shape, whole.dtype)
-                assert found.tolist() == whole.tolist() or whole.isnan().any()
+        sharded.register_buffer(str(number), made)
+        expected[str(number)] = whole
+    for options in (FULL, ON_0):
+        found = ours.get_model_state_dict(sharded, options=options)
+        assert len(found) == (60 if options is FULL or dist.get_rank() == 0 else 0)
+        for key, value in found.items():
+            assert same_bits(value, expected[key]), key
 
 
 @on(2)
@@ -397,15 +394,14 @@ def test_experts_of_one_group_do_not_stand_for_those_of_another() -> None:
     expert = fully_shard(nn.Linear(4, 2), mesh=mesh["dp"])
     model = nn.ModuleDict({"dense": fully_shard(parts()), "expert": expert})
     optim = torch.optim.AdamW(model.parameters())
-    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
     expected = ours.get_state_dict(model, optim, options=FULL)
-    call = partial(ours.get_state_dict, model, optim, options=one)
+    call = partial(ours.get_state_dict, model, optim, options=ON_0)
     raises(call, "'expert.weight'", "different values", "process_group=")
     found = call(process_group=mesh["dp"].get_group())  # the hint
     same(found, expected if dist.get_rank() % 2 == 0 else ({}, {}))
     for param in expert.parameters():
         nn.init.ones_(param)
-    found = ours.get_model_state_dict(model, options=one)
+    found = ours.get_model_state_dict(model, options=ON_0)
     same(found.get("expert.bias"), None if dist.get_rank() else torch.ones(2))
 
 
@@ -489,23 +485,3 @@ def test_no_step_is_taken_for_fully_sharded_data_parallel() -> None:
     other = torch.optim.Adam(model.parameters())
     ours.set_optimizer_state_dict(model, other, containers(saved), options=FULL)
     same(ours.get_optimizer_state_dict(model, other, options=FULL)["state"], saved["state"])
-
-
-@on(2)
-def test_a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
-    """Which call the methods that were patched, and would come back without end."""
-    for options in ({}, {"full_state_dict": True}):
-        chosen = ours.StateDictOptions(**options)
-        model, optim = fsdp1()
-        expected = ours.get_state_dict(model, optim, options=chosen)
-        ours.patch_model_state_dict(model, options=chosen)
-        ours.patch_optimizer_state_dict(model, optimizers=optim, options=chosen)
-        patches = model.state_dict, optim.load_state_dict
-        found = model.state_dict(), optim.state_dict()
-        assert (found[0].keys(), found[1].keys()) == (expected[0].keys(), expected[1].keys())
-        model.load_state_dict(found[0])
-        optim.load_state_dict(found[1])
-        if options:  # shards of FullyShardedDataParallel cannot be compared on the CPU
-            same(found, expected)
-            same(ours.get_state_dict(model, optim, options=chosen), expected)
-        assert patches == (model.state_dict, optim.load_state_dict)
