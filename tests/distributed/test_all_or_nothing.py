@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hooked_models import BAD_VALUES, TROUBLES, attributes, layers, state_for
-from state_models import same, step
+from state_models import same, set_both, step
 from torch import nn
 
 import torchlift.distributed as ours
@@ -47,13 +47,7 @@ def test_a_refusal_leaves_everything_as_it_was(name: str, options: dict[str, Any
     given = copy.deepcopy(states)
     moments = [dict(state) for state in optimizer.state.values()]
     with pytest.raises((RuntimeError, ValueError), match=says):
-        ours.set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=states[0],
-            optim_state_dict=states[1],
-            options=StateDictOptions(**options),
-        )
+        set_both(model, optimizer, states, options=StateDictOptions(**options))
     assert same(everything(model, optimizer), before)
     for now, then in zip(attributes(model), kept, strict=True):
         assert now.keys() == then.keys()
@@ -116,9 +110,7 @@ def test_an_optimizer_that_refuses_leaves_the_model_alone(how: str) -> None:
     states[1]["param_groups"][0]["lr"] = 7.0
     before, groups = everything(model, optimizer), optimizer.param_groups
     with pytest.raises(ValueError, match="no"):
-        ours.set_state_dict(
-            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
-        )
+        set_both(model, optimizer, states)
     assert same(everything(model, optimizer), before)
     assert optimizer.param_groups is groups
     with pytest.raises(ValueError, match="no"):
@@ -196,9 +188,7 @@ def test_an_interrupt_in_the_middle_leaves_all_loaded_or_nothing(early: bool) ->
     if early:
         model.register_load_state_dict_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ours.set_state_dict(
-            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
-        )
+        set_both(model, optimizer, states)
     if early:
         assert same(everything(model, optimizer), before)
         return

@@ -430,12 +430,6 @@ def test_a_signal_stops_and_reaches_who_was_there_before(tmp_path: Path) -> None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def ended(child: int) -> int:
-    """Send a child that was forked here SIGTERM; return how it ended."""
-    os.kill(child, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("former", ["default", "ignored", "handler"])
 def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former: str) -> None:
     """It has the handler of the keeper, but nobody in it asks whether to stop."""
@@ -461,7 +455,8 @@ def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former
             for descriptor in (reading, writing, ready, done):
                 os.close(descriptor)
             expected = {"default": -signal.SIGTERM, "ignored": -signal.SIGKILL, "handler": 7}
-            assert ended(child) == expected[former]
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected[former]
             assert not keeper.should_stop()
             os.kill(os.getpid(), signal.SIGUSR1)  # and the keeper still listens
             assert keeper.should_stop()

@@ -168,7 +168,9 @@ class Owning(torch.optim.Optimizer):
 
     def fill(self, rank: int) -> None:
         for param in self.param_groups[0]["params"][rank:]:
-            matrices = [torch.full((2 + rank,), float(rank)), torch.ones(1)]
+            shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
+            codes = torch.full(shape, 10 + rank, dtype=torch.uint8)  # of this rank's shard
+            matrices = [torch.full((2 + rank,), float(rank)), torch.ones(1), codes]
             self.state[param] = {"matrices": matrices, "count": 5 + rank, "seen": {rank}, "same": 3}
         self.param_groups[0]["plan"] = np.where(np.arange(3000) == 1500, rank, 0)
 
@@ -191,24 +193,26 @@ def test_numbers_and_lists_that_differ_between_ranks_are_each_ranks_own(folder: 
     rank = dist.get_rank()
 
     def made(lr: float, at: int) -> dict[str, Any]:
-        model = Scaled(2, 1)
+        torch.manual_seed(at)
+        model = nn.ModuleDict({"own": Scaled(2, 1), "shard": fully_shard(nn.Linear(4, 4))})
         # The Keeper has such keys of its own.
         own = {"groups": Stateful(at), "containers": [1]}
         return {"model": model, "optimizer": Owning(model.parameters(), lr), **own}
 
     run, again = made(0.1 + rank, rank), made(7.0, 9)
-    run["model"].amax = float(rank)
+    run["model"]["own"].amax = float(rank)
     run["optimizer"].fill(rank)
     with torchlift.Keeper(folder, background=False) as keeper:
         keeper.save(1, run)
         assert keeper.resume(again) == 1
-    assert again["model"].amax == rank
+        assert "model.own.weight" not in torchlift.open(keeper.latest()).entries
+    assert same(again["model"].state_dict(), run["model"].state_dict())
     assert again["groups"].value == rank
     (one,), (two,) = (each["optimizer"].param_groups for each in (run, again))
     assert two["lr"] == one["lr"]
     assert [*two["plan"]] == [*one["plan"]]
     states = [[*each["optimizer"].state.values()] for each in (run, again)]
-    assert len(states[0]) == 2 - rank
+    assert len(states[0]) == 4 - rank
     assert same(*states)
 
 

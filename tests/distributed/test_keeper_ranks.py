@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from full_disk import file_size_limit
 from limits import limits
-from ranks import HANGS, cpu_mesh, on, saves, worlds
+from ranks import HANGS, bytes_read, cpu_mesh, on, saves, worlds
 from stateful import Stateful
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -118,20 +118,6 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(folder: Path) -> None:
         keeper.save(2, run)
     dist.barrier()
     assert kept_in(folder) == [f"step-000000001{suffix()}"]
-    # Machines with disks of their own: the folder is another, or was removed there.
-    away = folder.with_name(f"away-{folder.name}-{rank}")
-    if ranks > 1:
-        for makes in (True, False):
-            if rank == ranks - 1:
-                keeper.directory = str(away)
-                away.mkdir() if makes else away.rmdir()
-            with pytest.raises(CheckpointError, match="the ranks do not save to the same path"):
-                keeper.save(2, run)
-            keeper.directory = str(folder)
-            dist.barrier()
-            assert kept_in(folder) == [f"step-000000001{suffix()}"]
-            assert not makes or rank < ranks - 1 or not os.listdir(away)
-            dist.barrier()  # the other ranks have looked
     if rank == 0:  # what a save that was killed leaves
         (folder / "step-000000003").mkdir()
         for name in ("__9_0.distcp", ".rest.pt.torchlift-abcd1234.part"):
@@ -224,30 +210,6 @@ def experts(seed: int) -> dict[str, Any]:
     fully_shard(model[0], mesh=cpu_mesh())
     optimizer = Coded(model.parameters(), lr=torch.tensor(float(seed)))
     return {"model": model, "optimizer": optimizer}
-
-
-@on(1, 2, 4)
-def test_plain_values_that_differ_are_each_ranks_own(folder: Path) -> None:
-    """Codes of shards, and experts under one name; none of it is the first rank's for all."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-
-    run = experts(rank)  # of the second layer each rank has its own
-    run["optimizer"].step()
-    with torchlift.Keeper(folder, background=False) as keeper:
-        keeper.save(1, run)
-        again = experts(100)
-        assert keeper.resume(again) == 1
-        path = keeper.latest()
-    for one, two in zip(run["model"].parameters(), again["model"].parameters(), strict=True):
-        left, right = (t.to_local() if isinstance(t, DTensor) else t for t in (one, two))
-        assert torch.equal(left, right)
-        found = again["optimizer"].state[two]
-        assert found["codes"].unique().tolist() == [10 + rank]
-        assert found["codes"].shape == left.shape
-        assert found["step"] == 3
-    assert again["optimizer"].param_groups[0]["lr"] == rank
-    with torchlift.open(path) as ckpt:
-        assert ("model.1.weight" in ckpt.entries) == (ranks == 1)
 
 
 @on(1, 2, 4)
@@ -467,36 +429,30 @@ def test_whatever_fails_on_one_rank_ends_it_on_all(folder: Path) -> None:
 
     with torchlift.Keeper(folder, timeout=20) as keeper:
         run = run_of()
-        loaders = loaders_of(lambda rank: rank)
-        train(run, 1)
-        keeper.save(1, run, **loaders)
+        run |= loaders_of(lambda rank: rank)
+        keeper.save(1, run)
         keeper.wait()
-        before = values_of(run)
         for way, names in calls.items():
             for name, nth in itertools.product(names, (1, 2)):
-                other = run_of() if way == "resume" else run
                 with pytest.MonkeyPatch.context() as patch:
                     if rank == last:
                         for module in (each for each in modules if hasattr(each, name)):
                             patch.setattr(module, name, failing(getattr(module, name), nth))
                     try:
                         if way == "save":
-                            keeper.save(2, run, **loaders)
+                            keeper.save(2, run)
                             keeper.wait()
                         else:
-                            keeper.resume(other, **loaders)
+                            keeper.resume(run)
+                        failed = False
                     except (CheckpointError, MemoryError) as error:
-                        failed, told = "no room" in str(error), repr(error)
-                    else:
-                        failed, told = False, ""
+                        failed = "no room" in str(error)
                 every: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(every, (failed, keeper.steps()))
                 assert len({str(each) for each in every}) == 1, (way, name, nth, every)
-                assert failed or nth == 2, (way, name, told)
-        keeper.save(3, run, **loaders)
-        again = run_of()
-        assert keeper.resume(again, **loaders) == 3
-        assert same(values_of(again), before)
+                assert failed or nth == 2, (way, name)
+        keeper.save(3, run)
+        assert keeper.resume(run) == 3
 
 
 def loaders_of(at: Callable[[int], int]) -> dict[str, Stateful]:
@@ -511,10 +467,6 @@ def test_each_rank_verifies_its_part(folder: Path) -> None:
     """Not the first one all of it, while others wait; of damage all raise, and nothing changes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, other = (nn.Sequential(*[nn.Linear(750, 750) for _ in range(4)]) for _ in range(2))
-
-    def bytes_read() -> int:
-        (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if "rchar" in x)
-        return int(line.split()[1])
 
     with torchlift.Keeper(folder) as keeper:
         for step in (1, 2):
@@ -540,13 +492,6 @@ def test_each_rank_verifies_its_part(folder: Path) -> None:
         with torch.no_grad():
             other[3].weight.zero_()
         with pytest.raises(IntegrityError, match=r"damaged.*another of the steps \[1\]"):
-            keeper.resume(model=other)
-        assert not other[3].weight.any()
-        dist.barrier()
-        if rank == 0:
-            os.truncate(damaged, 1000)
-        dist.barrier()
-        with pytest.raises(FormatError, match=r"another of the steps \[1\]"):
             keeper.resume(model=other)
         assert not other[3].weight.any()
         if ranks > 1:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from optimizer_kinds import Codes, Lion
 from ranks import cpu_mesh, on
-from state_models import same, step, two_layers
+from state_models import FROM_0, WHOLE, same, set_both, step, two_layers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -53,9 +53,7 @@ def from_file(
 
 DOORS: dict[str, Door] = {
     "load_optimizer": from_file,
-    "set_state_dict": lambda model, optimizer, states, _: ours.set_state_dict(
-        model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
-    ),
+    "set_state_dict": lambda model, optimizer, states, _: set_both(model, optimizer, states),
 }
 
 
@@ -168,7 +166,7 @@ def test_a_state_that_was_saved_beside_weights_of_the_same_dtype_is_not_cast(
             keeper.resume(model=other, optimizer=resumed)
     else:
         states = copy.deepcopy(ours.get_state_dict(model, optimizer))
-        ours.set_state_dict(other, resumed, model_state_dict=states[0], optim_state_dict=states[1])
+        set_both(other, resumed, states)
     assert same(resumed.state_dict(), optimizer.state_dict())
     for each in ((model, optimizer), (other, resumed)):
         train(*each)
@@ -282,9 +280,7 @@ def test_shards_of_moments_follow_the_dtype_of_their_parameter(name: str, folder
     saving = KINDS[name](sharded.parameters())
     train(sharded, saving)
     states = copy.deepcopy(ours.get_state_dict(sharded, saving))
-    full = ours.StateDictOptions(full_state_dict=True)
-    sent = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    whole = ours.get_optimizer_state_dict(sharded, saving, options=full)
+    whole = ours.get_optimizer_state_dict(sharded, saving, options=WHOLE)
     given = whole if dist.get_rank() == 0 else {}
     half = two_layers().bfloat16()
     expected = KINDS[name](half.parameters())
@@ -293,13 +289,13 @@ def test_shards_of_moments_follow_the_dtype_of_their_parameter(name: str, folder
     loads: list[Any] = [
         lambda *to: ours.load_optimizer(*to, one),
         lambda *to: ours.set_optimizer_state_dict(*to, states[1]),
-        lambda *to: ours.set_optimizer_state_dict(*to, given, options=sent),
-        lambda *to: DOORS["set_state_dict"](*to, states, folder),
+        lambda *to: ours.set_optimizer_state_dict(*to, given, options=FROM_0),
+        lambda *to: set_both(*to, states),
     ]
     for load in loads:
         other = fully_shard(two_layers().bfloat16(), mesh=mesh)
         loaded = KINDS[name](other.parameters())
         load(other, loaded)
-        result = ours.get_optimizer_state_dict(other, loaded, options=full)
+        result = ours.get_optimizer_state_dict(other, loaded, options=WHOLE)
         assert same(result["state"], like["state"])
         train(other, loaded)

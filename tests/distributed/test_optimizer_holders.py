@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on
-from state_models import same, step, two_layers
+from state_models import same, set_both, step, two_layers
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
@@ -80,7 +80,7 @@ def test_an_optimizer_that_holds_others_is_refused_with_their_names(kind: Any) -
     saved = copy.deepcopy(ours.get_state_dict(model, held))
     other = two_layers(1)
     fresh = pair(other)
-    ours.set_state_dict(other, fresh, model_state_dict=saved[0], optim_state_dict=saved[1])
+    set_both(other, fresh, saved)
     assert same([each.state_dict() for each in fresh], [each.state_dict() for each in held])
     before = copy.deepcopy([each.state_dict() for each in fresh])
     with pytest.raises(ours.StateDictMismatch, match="optimizers that it holds instead"):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from optimizer_kinds import ADAMS, MATRICES, ONE_PROCESS, STEPPED, Net, losses
 from ranks import cpu_mesh, on, saves, worlds
+from state_models import FLAT, FROM_0, ON_0, WHOLE, set_both
 from torch.distributed.fsdp import fully_shard
 from wrapped_models import cloned
 
@@ -62,14 +63,9 @@ def load(path: Path, model: Any, optimizers: Any) -> None:
 def get(read: StateDictOptions, write: StateDictOptions, *run: Any) -> Callable[..., object]:
     *run, _ = run
     states = cloned(ours.get_state_dict(*run, options=read))
-    given = {"model_state_dict": states[0], "optim_state_dict": states[1], "options": write}
-    return partial(ours.set_state_dict, **given)
+    return lambda *to: set_both(*to, states, options=write)
 
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-WHOLE = StateDictOptions(full_state_dict=True)
-ON_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 DOORS: dict[str, Door] = {
     "keeper": keep,
     "file": save,

@@ -149,14 +149,6 @@ def test_an_optimizer_without_tensors_is_loaded(tmp_path: Path, kind: str) -> No
         assert torch.equal(found["model"]["weight"], state["model"]["weight"])
 
 
-def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
-    """A key that is not text, or one that another value has, would be lost."""
-    saved = {"a": [{1: 2}], "b": [{"x.y": 1, "x": {"y": 2}}], "c": [{}, {"k": None}], "c.1.k": 5}
-    torchlift.save(saved, tmp_path / "saved", format="dcp")
-    with torchlift.open(tmp_path / "saved") as ckpt:
-        assert ckpt.tree() == saved
-
-
 @pytest.mark.parametrize("item", [{1: 2}, {"a": {1: 2}}, Counter(a=1), OrderedDict(a=1)])
 def test_a_list_with_another_kind_of_dict_is_one_value(tmp_path: Path, item: Any) -> None:
     """In parts, a counter would come back as a dict, and torch would look for other keys."""

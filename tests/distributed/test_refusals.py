@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hooked_models import BAD_VALUES, TROUBLES, layers, refuses, state_for
 from ranks import on
+from state_models import FROM_0, ON_0, WHOLE, set_both
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
@@ -25,9 +26,6 @@ import torchlift.distributed as ours
 from torchlift.errors import CheckpointError
 
 Options = ours.StateDictOptions
-WHOLE = Options(full_state_dict=True)
-OFFLOADED = Options(full_state_dict=True, cpu_offload=True)
-FROM_0 = Options(full_state_dict=True, broadcast_from_rank0=True)
 SHARDED = ("fsdp blocks", "tensor parallel")
 
 
@@ -82,9 +80,7 @@ def test_a_module_that_refuses_on_one_rank() -> None:
         for moments in saved["state"].values():
             moments["exp_avg"].add_(1)
         with unchanged(model, optimizer) as caught:
-            ours.set_state_dict(
-                model, optimizer, model_state_dict=state, optim_state_dict=saved, options=WHOLE
-            )
+            set_both(model, optimizer, (state, saved), options=WHOLE)
         assert says in str(caught.value), str(caught.value)
         assert is_last() or isinstance(caught.value, ours.StateDictMismatch)
 
@@ -245,7 +241,7 @@ ASKED: dict[str, tuple[Change, str]] = {
 def test_a_state_that_one_rank_cannot_give_ends_it_on_all(wrap: str, kind: str) -> None:
     """Some would gather what others do not, or shards of two tensors as one."""
     change, says = ASKED[kind]
-    for options in (WHOLE, OFFLOADED):
+    for options in (WHOLE, ON_0):
         model, optimizer = built(wrap)
         model.blocks[0].up.weight.requires_grad_(False)
         given = {"model": model, "optimizers": optimizer, "options": options}
@@ -264,9 +260,6 @@ def test_ranks_of_which_nothing_is_asked_do_not_wait() -> None:
         assert isinstance(states[0]["inp.weight"], DTensor)
         with pytest.raises(TypeError, match="must be a StateDictOptions"):
             ours.get_state_dict(model, optimizer, options={"cpu_offload": True})
-    replica = DistributedDataParallel(net())
-    if is_last():
-        ours.get_state_dict(replica, torch.optim.Adam(replica.parameters()), options=WHOLE)
     dist.barrier()
 
 
@@ -275,7 +268,7 @@ def test_options_that_may_differ() -> None:
     """Each rank gets what it asked for, as with torch. Without a state it receives rank 0's."""
     model, optimizer = built("fsdp blocks")
     expected = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
-    for mine in ((OFFLOADED, WHOLE), (WHOLE, OFFLOADED)):
+    for mine in ((ON_0, WHOLE), (WHOLE, ON_0)):
         found = ours.get_state_dict(model, optimizer, options=mine[is_last()])
         whole = mine[is_last()] is WHOLE or dist.get_rank() == 0
         same(found, expected if whole else ({}, {}))
@@ -284,10 +277,7 @@ def test_options_that_may_differ() -> None:
     same(found[0], expected[0])
     assert ("state" in found[1]) is not is_last()
     good = cloned(ours.get_state_dict(*built("fsdp blocks", seed=5), options=WHOLE))
-    given = one_of((None, None), good)
-    ours.set_state_dict(
-        model, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=FROM_0
-    )
+    set_both(model, optimizer, one_of((None, None), good), options=FROM_0)
     same(ours.get_state_dict(model, optimizer, options=WHOLE), good)
     with unchanged(model, optimizer) as caught:
         ours.set_model_state_dict(model, None, options=FROM_0)  # type: ignore[arg-type]
@@ -376,13 +366,13 @@ def test_arguments_for_fully_sharded_data_parallel() -> None:
             model, submodules=one_of({torch.nn.Linear(1, 1)}, {model}), options=WHOLE
         )
     dist.barrier()
-    for options in (WHOLE, FROM_0, OFFLOADED):
+    for options in (WHOLE, FROM_0, ON_0):
         for nothing in (None, {}):
             with pytest.raises(ours.StateDictMismatch, match="model_state_dict is empty"):
                 # None is not of the type that is declared, and torch takes it.
                 ours.set_model_state_dict(model, nothing, options=options)  # type: ignore[arg-type]
     given = lacks if dist.get_rank() == 0 else {}  # the others receive it, or need none
-    for options in (FROM_0, OFFLOADED):
+    for options in (FROM_0, ON_0):
         with pytest.raises(ours.StateDictMismatch, match=r"'0\.weight'"):
             ours.set_optimizer_state_dict(model, optimizer, given, options=options)
         dist.barrier()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import cpu_mesh, on
+from state_models import ON_0, WHOLE
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -72,9 +73,7 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    full = ours.StateDictOptions(full_state_dict=True)
-    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    assert len(ours.get_state_dict(model, optimizer, options=one)) == 2
+    assert len(ours.get_state_dict(model, optimizer, options=ON_0)) == 2
     state = optimizer.state[model.expert]
     for tensor, name in (
         (state["exp_avg"], r"'state\.expert\.exp_avg'"),
@@ -83,9 +82,9 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     ):
         kept = tensor.clone()
         tensor.add_(dist.get_rank())
-        for options in (None, full):  # each rank has its own
+        for options in (None, WHOLE):  # each rank has its own
             assert len(ours.get_state_dict(model, optimizer, options=options)) == 2
-        call = partial(ours.get_state_dict, model, optimizer, options=one)
+        call = partial(ours.get_state_dict, model, optimizer, options=ON_0)
         with pytest.raises(ours.StateDictMismatch, match=f"{name}: the ranks hold diff") as caught:
             call()
         assert "Pass process_group=" in str(caught.value)
@@ -97,4 +96,4 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     nn.init.constant_(plain.bias, dist.get_rank())
     assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
     with pytest.raises(ours.StateDictMismatch, match="the ranks hold different values"):
-        ours.get_model_state_dict(plain, options=one, process_group=dist.group.WORLD)
+        ours.get_model_state_dict(plain, options=ON_0, process_group=dist.group.WORLD)

@@ -23,12 +23,9 @@ import torchlift
 from torchlift import remap
 from torchlift._model.dtensor import spans_at, wrap
 from torchlift.distributed import (
-    StateDictOptions,
     save_consolidated,
-    set_model_state_dict,
     simulate,
 )
-from torchlift.distributed.gather import Gathering
 from torchlift.errors import MismatchError
 
 
@@ -181,26 +178,13 @@ def test_shards_are_in_every_order(folder: Path) -> None:
     path = folder / "orders.pt"
     save_consolidated(state, path)
     found = torch.load(path)
-    # Of a dict: the state_dict() of a module detaches, and torch forgets the order at that.
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole_state = Gathering(state, options, keeps=dist.get_rank() == 0).finish() or {}
-    assert len(whole_state) == (len(named) if dist.get_rank() == 0 else 0)
     for key, (what, whole) in named.items():
         assert torch.equal(found[key], whole), what
-        assert dist.get_rank() or torch.equal(whole_state[key], whole), what
     with torch.no_grad():
         target = nn.ParameterDict({k: parameter(v, zeros=True) for k, v in made.items()})
     torchlift.load(target, path, source="read")
     for key, (what, _) in named.items():
         assert torch.equal(local_of(target[key]), local_of(made[key])), what
-    # A value whose order is another than the model's, with the very same placements.
-    keys = [k for k, (what, _) in named.items() if what.startswith("13 ") and "order" in what]
-    same = [k for k in keys if all(p == Shard(0) for p in made[k].placements)]
-    assert len(same) == 6
-    for mine, other in zip(same, [*same[1:], same[0]], strict=True):
-        one = nn.ParameterDict({"w": parameter(made[mine], zeros=True)})
-        set_model_state_dict(one, {"w": state[other]})
-        assert torch.equal(local_of(one["w"]), local_of(made[mine])), (named[mine], named[other])
     dist.barrier()
 
 

@@ -81,7 +81,6 @@ def test_what_is_no_model_or_no_optimizer_is_named(wrong: Any) -> None:
         lambda: ours.set_model_state_dict(wrong, states[0]),
         lambda: ours.set_optimizer_state_dict(wrong, optimizer, states[1]),
         lambda: ours.patch_model_state_dict(wrong),
-        lambda: ours.patch_optimizer_state_dict(wrong, optimizers=optimizer),
     ]
     for call in calls:
         with pytest.raises(

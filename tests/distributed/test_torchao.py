@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import cpu_mesh, on
-from state_models import FLAT
+from state_models import FLAT, FROM_0, WHOLE
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -205,9 +205,6 @@ def test_a_keeper_resumes_low_bit_states_of_classes_that_are_named(
 
 
 # ---- on ranks
-
-WHOLE = ours.StateDictOptions(full_state_dict=True)
-FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Moments(torch.optim.Optimizer):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import cpu_mesh, on
+from state_models import ON_0
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import torchlift
-from torchlift.distributed import StateDictOptions, get_optimizer_state_dict
+from torchlift.distributed import get_optimizer_state_dict
 from torchlift.errors import CheckpointError, PlacementError
 
 
@@ -53,8 +54,7 @@ def test_an_optimizer_of_flat_pieces_is_refused_on_all_ranks(folder: Path) -> No
                 assert caught.value.entry == "Adam"
                 dist.barrier()
                 assert not path.exists()
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        gathered = get_optimizer_state_dict(model, optimizer, options=whole)
+        gathered = get_optimizer_state_dict(model, optimizer, options=ON_0)
         if dist.get_rank() == 0:
             torchlift.save(gathered, folder / f"whole-{original}.pt")
             with torchlift.open(folder / f"whole-{original}.pt") as ckpt:

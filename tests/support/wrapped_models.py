@@ -99,7 +99,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _square() -> DeviceMesh:
-    return cpu_mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    rows = min(2, dist.get_world_size())
+    return cpu_mesh(rows, dist.get_world_size() // rows, names=("dp", "tp"))
 
 
 def _fsdp_tp(model: nn.Module) -> nn.Module:
