@@ -24,6 +24,7 @@ import torch
 import torch._dynamo  # now: else each rank would import it for its first optimizer
 import torch.distributed as dist
 from faulty import KINDS, Fault
+from stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -52,19 +53,6 @@ class Trial(NamedTuple):
     nth: int
 
 
-class Loader:
-    """The place that each rank has in its data."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
 def run_of(number: int) -> dict[str, Any]:
     """A model of shards, its optimizer and a loader, of which every value says which run it is."""
     model = torch.nn.Linear(3, 4, bias=False)
@@ -75,15 +63,19 @@ def run_of(number: int) -> dict[str, Any]:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(number), momentum=0.9)
     optimizer.step()
-    return {"model": model, "optimizer": optimizer, "loader": Loader(10 * number + dist.get_rank())}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": Stateful(10 * number + dist.get_rank()),
+    }
 
 
 def number_of(run: dict[str, Any]) -> int:
     """Which run it is, all of it."""
     weights = run["model"].weight.to_local().unique().tolist()
-    at, group = divmod(run["loader"].at, 10), run["optimizer"].param_groups[0]
+    at, group = divmod(run["loader"].state, 10), run["optimizer"].param_groups[0]
     found = {*weights, group["lr"], at[0]}
-    assert len(found) == 1, (found, run["loader"].at)
+    assert len(found) == 1, (found, run["loader"].state)
     assert at[1] == dist.get_rank()
     return int(found.pop())
 

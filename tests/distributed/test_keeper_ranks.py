@@ -22,7 +22,7 @@ import torch.distributed as dist
 from full_disk import file_size_limit
 from limits import limits
 from ranks import HANGS, bytes_read, cpu_mesh, on, saves, worlds
-from stateful import Stateful
+from stateful import Noted, Stateful
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -277,18 +277,6 @@ class Both(torch.optim.Optimizer):
 
 class Mode(Enum):
     FAST = 1
-
-
-class Noted(nn.Linear):
-    """A layer with extra state."""
-
-    note: object = 1
-
-    def get_extra_state(self) -> object:
-        return {"note": self.note}
-
-    def set_extra_state(self, state: object) -> None:
-        pass
 
 
 def noted(note: object) -> nn.Module:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import cpu_mesh, on
+from stateful import Loader, Noted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -39,26 +40,6 @@ class Run(NamedTuple):
     step: Callable[[Objects], object]
     before: int = 3
     fresh: bool = True
-
-
-class Loader:
-    """The place in some data, which may refuse another one."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.seen, self.refuses = at, torch.full((3,), float(at)), False
-        # torch does not copy compressed tensors deeply. A folder of ranks keeps dense ones only.
-        self.edges = None if dist.is_initialized() else (torch.eye(3) * at).to_sparse_csr()
-
-    def state_dict(self) -> Objects:
-        rows = [*range(self.at)]
-        return {"at": self.at, "seen": self.seen, "edges": self.edges, "rows": rows}
-
-    def load_state_dict(self, state: Objects) -> None:
-        self.at, self.edges = state["at"], state["edges"]
-        self.seen.copy_(state["seen"])
-        if self.refuses:
-            self.added = True
-            raise OSError("no such luck")
 
 
 def step_all(run: Objects, loss: torch.Tensor) -> None:
@@ -264,24 +245,12 @@ class Filled(torch.optim.Optimizer):
             }
 
 
-class Table(nn.Linear):
-    """A layer with extra state of any kind."""
-
-    table: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.table
-
-    def set_extra_state(self, state: Any) -> None:
-        self.table = state
-
-
 def filled(seed: int) -> Objects:
     """Containers of all kinds. A DCP folder has text keys, and lists in the place of tuples."""
-    model = Table(2, 1)
+    model = Noted(2, 1)
     kinds = (b"\xff", 1j, {"a"})
     tensors = {0: torch.ones(1), None: (torch.full((1,), float(seed)),)}
-    model.table = {3: seed, "t": tensors, "kinds": kinds}
+    model.note = {3: seed, "t": tensors, "kinds": kinds}
     one, two = Filled([model.weight], seed), Filled([model.bias], seed)
     two.step()  # each must get its own count again
     return {"model": model, "one": one, "two": two}

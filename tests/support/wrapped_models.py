@@ -57,12 +57,13 @@ def net(seed: int = 0) -> Net:
 
 
 def fsdp1(
-    seed: int = 0, first: type[nn.Linear] = nn.Linear
+    seed: int = 0, first: type[nn.Linear] = nn.Linear, *, original: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A ``FullyShardedDataParallel`` and its optimizer after a step."""
     torch.manual_seed(seed)
     layers = nn.Sequential(first(4, 6), nn.Linear(6, 2))
-    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(layers, device_id=cpu, use_orig_params=original)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
