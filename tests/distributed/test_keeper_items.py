@@ -125,11 +125,11 @@ def test_a_damaged_state_is_one_clear_error_and_changes_nothing(
         assert torchlift.diff(now, {"states": before}).equal
 
 
-def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
-    """Python would block training for seconds, and torch.save takes 0.3 s."""
-    inside = [[*range(1_000_000)], {"a": ("b", [0.5] * 1_000_000)}]
-    run = {**run_of(), "loader": Stateful({"rows": [*range(1_000_000)], "inside": inside})}
-    counts = {"losses": [0.5] * 1_000_000, "deep": {"some": tuple([1.0, None] * 500_000)}}
+def test_a_long_list_of_numbers_is_not_walked_over(tmp_path: Path) -> None:
+    """Python would block training for seconds if it had a million, and torch.save takes 0.3 s."""
+    inside = [[*range(100_000)], {"a": ("b", [0.5] * 100_000)}]
+    run = {**run_of(), "loader": Stateful({"rows": [*range(100_000)], "inside": inside})}
+    counts = {"losses": [0.5] * 100_000, "deep": {"some": tuple([1.0, None] * 50_000)}}
     calls = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -147,7 +147,7 @@ def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-    assert calls < 100_000
+    assert calls < 10_000
     assert torchlift.open(keeper.latest() or "").objects["losses"][-1] == 0.5
 
 

@@ -82,6 +82,7 @@ def writes_files(saved: Path) -> None:
 @contextmanager
 def refused(path: Path, kind: type[Exception], says: str) -> Iterator[None]:
     """Every rank raises in the block. The old file stays, alone."""
+    dist.barrier()  # the last save has ended on all ranks, and the next one has not begun
     before = sorted(os.listdir(path.parent)), path.read_bytes()
     dist.barrier()
     with pytest.raises(kind, match=says):
@@ -121,7 +122,7 @@ def test_one_bad_rank_stops_all(folder: Path) -> None:
             (torch.ones(2 + last), path, PlacementError, differs),
             (meta if last else torch.ones(2), path, PlacementError, "does not have values"),
             (torch.ones(2), folder / "y.pt" if last else folder / "x.pt", PlacementError, name),
-            (torch.ones(2), path if last else folder / "x.pt", PlacementError, place),
+            (torch.ones(2), inner / "x.pt" if last else folder / "x.pt", PlacementError, place),
         ]
     for value, where, kind, text in cases:
         with refused(inner / "x.pt", kind, text):
