@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,6 +111,34 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"metadata\['epoch'\] = 3: .* text only"):
         save_consolidated({}, path, metadata={"epoch": 3})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("generator", "expression"),
+    [
+        (numpy.random.default_rng(1), "generator.bit_generator.state"),
+        (numpy.random.RandomState(1), "generator.get_state(legacy=False)"),
+        (torch.Generator(), "generator.get_state()"),
+        (random.Random(1), "generator.getstate()"),
+    ],
+    ids=["numpy", "numpy before 1.17", "torch", "random"],
+)
+def test_a_generator_is_saved_by_its_state(generator: Any, expression: str, tmp_path: Path) -> None:
+    """The hint was to make a tensor of it, or to remove it."""
+    with pytest.raises(torchlift.PlacementError, match="cannot be stored") as caught:
+        torchlift.save({"generator": generator}, tmp_path / "run.pt")
+    assert caught.value.hint == f"Save its state, which is plain data: {expression}."
+    state = eval(expression, {"generator": generator})
+    torchlift.save({"generator": state}, tmp_path / "run.pt")
+    found = torchlift.open(tmp_path / "run.pt").tree()["generator"]
+    assert same_bits(found, listed(state))
+
+
+def listed(value: Any) -> Any:
+    """Lists in place of arrays, as a file has them."""
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, numpy.ndarray) else value
 
 
 class _Stateful:

@@ -154,6 +154,40 @@ def test_submodules_and_modules_as_keys() -> None:
         ours.set_model_state_dict(model, {nn.Linear(1, 1): {}})
 
 
+class FourBit(nn.Linear):
+    """Writes names that it does not read, as a 4-bit layer of bitsandbytes does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = torch.ones(2)
+
+
+def test_names_that_a_layer_writes_and_does_not_read_have_a_way_in() -> None:
+    """By the function's own option."""
+    model = nn.Sequential(FourBit(2, 2))
+    state = ours.get_model_state_dict(model)
+    with pytest.raises(ours.StateDictMismatch, match=r"'0\.weight\.absmax'.*Pass strict=False"):
+        ours.set_model_state_dict(model, state)
+    lenient = ours.StateDictOptions(strict=False)
+    found = ours.set_model_state_dict(model, state, options=lenient)
+    assert found.unexpected_keys == ["0.weight.absmax"]
+
+
+def test_a_dict_of_optimizers_has_its_values_passed() -> None:
+    """It is not taken for one optimizer."""
+    model, optimizer = trained()
+    optimizers: Any = {"adam": optimizer}
+    calls: list[Any] = [
+        lambda: ours.get_optimizer_state_dict(model, optimizers),
+        lambda: ours.set_optimizer_state_dict(model, optimizers, {}),
+        lambda: ours.get_state_dict(model, optimizers),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"not dict: pass its values\(\)"):
+            call()
+    assert ours.get_optimizer_state_dict(model, optimizers.values())["state"]
+
+
 def test_frozen_parameters_are_left_out_under_every_name() -> None:
     """torch leaves the second name of a tied one in; what is left out a load does not miss."""
     model = Tied()
