@@ -13,7 +13,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from in_code import in_code
 from limits import limits
 from ranks import cpu_mesh, on
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from zoo import same as same_bits
 
 import torchlift
+from torchlift import measure
 from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
@@ -49,35 +49,28 @@ def test_blocks_of_odd_views_are_put_together_right(tmp_path: Path) -> None:
         assert torchlift.verify(tmp_path / name).ok
 
 
-_SETUP = """
-import torch
-from torchlift import measure
-from torchlift.distributed import save_consolidated
-numel = 48 << 20
-views = {
-    "contiguous": lambda: torch.ones(numel),
-    "transposed": lambda: torch.ones(6 << 10, 8 << 10).t(),
-    "expanded": lambda: torch.ones(1).expand(numel),
-    "conjugate": lambda: torch.ones(numel // 2, dtype=torch.complex64).conj(),
-}
-"""
-_MEASURED = """
-result = {}
-for name, view in views.items():
-    state = {"w": view()}
-    with measure.memory() as use:
-        save_consolidated(state, args[0])
-    result[name] = use.added_anonymous
-    del state
-"""
+def memory_of_saves(path: str) -> list[int]:
+    """Save 192 MiB in views of any strides; the bytes that each save takes."""
+    numel, found = 48 << 20, []
+    for make in (
+        lambda: torch.ones(numel),
+        lambda: torch.ones(6 << 10, 8 << 10).t(),
+        lambda: torch.ones(1).expand(numel),
+        lambda: torch.ones(numel // 2, dtype=torch.complex64).conj(),
+    ):
+        state = {"w": make()}
+        with measure.memory() as use:
+            save_consolidated(state, path)
+        found.append(use.added_anonymous)
+        del state
+    return found
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="owned memory is from /proc")
 def test_a_save_copies_a_block_at_a_time_whatever_the_strides(tmp_path: Path) -> None:
     """192 MiB are saved within 40, where a copy of the whole would be 192."""
-    found = in_code(_MEASURED, str(tmp_path / "x.pt"), setup=_SETUP).value
-    assert len(found) == 4
-    assert max(found.values()) < 40 * (1 << 20), found
+    found = measure.in_child(memory_of_saves, str(tmp_path / "x.pt")).value
+    assert max(found) < 40 * (1 << 20), found
 
 
 class _Text(str):
