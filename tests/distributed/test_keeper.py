@@ -146,7 +146,8 @@ def test_a_snapshot_has_the_values_of_odd_tensors_and_no_memory_of_them(
     state = {
         "matrix": matrix, "transposed": matrix.T, "column": matrix[:, 1], "again": matrix[:, 1],
         "number": torch.tensor(2), "empty": torch.ones(0, 3), "none": torch.ones(1).expand(0),
-        "conj": waves.conj(), "negative": waves.conj().imag, "wide": torch.ones(1).expand(1 << 20),
+        "waves": waves, "conj": waves.conj(), "negative": waves.conj().imag, "real": waves.imag,
+        "wide": torch.ones(1).expand(1 << 20),
         "small": torch.ones(3).to(torch.float8_e4m3fn), "live": parameter, "view": parameter * 2,
         "odd": matrix.as_subclass(type("Named", (torch.Tensor,), {})),
     }  # fmt: skip

@@ -463,6 +463,21 @@ def test_a_frozen_parameter_that_was_saved_without_a_state_has_none() -> None:
     assert same(loading.state_dict()["state"], saving.state_dict()["state"])
 
 
+def test_the_flags_of_the_saved_group_say_where_a_step_counts() -> None:
+    """A fused optimizer needs its counter in float32 next to the parameter, as torch puts it."""
+    model = two_layers()
+    saving = torch.optim.AdamW(model.parameters(), fused=True)
+    step(model, saving)
+    saved = copy.deepcopy(saving.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].double()
+    loading = torch.optim.AdamW(model.parameters())
+    ours.set_optimizer_state_dict(model, loading, saved)
+    assert loading.param_groups[0]["fused"]
+    assert all(state["step"].dtype is torch.float32 for state in loading.state.values())
+    step(model, loading)
+
+
 def in_group(key: Any, value: Any, without: str = "") -> Any:
     def change(saved: Any) -> Any:
         (group,) = saved["param_groups"]
