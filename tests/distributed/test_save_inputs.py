@@ -25,7 +25,7 @@ from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
 
-@limits(written=40)
+@limits(written=40, at_once=0)
 def test_blocks_of_odd_views_are_put_together_right(tmp_path: Path) -> None:
     """Wherever a block of what is written at a time begins and ends in their dimensions."""
     cube = torch.randn(3, 5, 7)
