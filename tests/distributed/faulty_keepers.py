@@ -10,12 +10,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import product
@@ -26,6 +24,7 @@ import torch
 import torch._dynamo  # now: else each rank would import it for its first optimizer
 import torch.distributed as dist
 from faulty import KINDS, Fault
+from stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -54,19 +53,6 @@ class Trial(NamedTuple):
     nth: int
 
 
-class Loader:
-    """The place that each rank has in its data."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
 def run_of(number: int) -> dict[str, Any]:
     """A model of shards, its optimizer and a loader, of which every value says which run it is."""
     model = torch.nn.Linear(3, 4, bias=False)
@@ -77,15 +63,19 @@ def run_of(number: int) -> dict[str, Any]:
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(number), momentum=0.9)
     optimizer.step()
-    return {"model": model, "optimizer": optimizer, "loader": Loader(10 * number + dist.get_rank())}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": Stateful(10 * number + dist.get_rank()),
+    }
 
 
 def number_of(run: dict[str, Any]) -> int:
     """Which run it is, all of it."""
     weights = run["model"].weight.to_local().unique().tolist()
-    at, group = divmod(run["loader"].at, 10), run["optimizer"].param_groups[0]
+    at, group = divmod(run["loader"].state, 10), run["optimizer"].param_groups[0]
     found = {*weights, group["lr"], at[0]}
-    assert len(found) == 1, (found, run["loader"].at)
+    assert len(found) == 1, (found, run["loader"].state)
     assert at[1] == dist.get_rank()
     return int(found.pop())
 
@@ -129,44 +119,40 @@ def one_trial(folder: Path, way: str, fault: Fault, least: int) -> dict[str, Any
             "least": number}  # fmt: skip
 
 
-def be_rank(rank: int, folder: Path, trials: list[Trial], least: int) -> NoReturn:
-    """Fail in some trials, one after the other, and tell of each in a line."""
+def be_rank(rank: int, folder: Path, trial: Trial, least: int) -> NoReturn:
+    """Fail in a trial, and tell of it in a line."""
     with open(folder / f"{rank}.txt", "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 2)
     store = dist.FileStore(str(folder / "store"), RANKS)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=2 * HANGS)
     )
-    with open(folder / f"{rank}.json", "w", encoding="utf-8") as told:
-        for trial in trials:
-            faulthandler.dump_traceback_later(HANGS, exit=True)
-            fault = Fault(trial.kind, trial.nth if rank == trial.who else 0)
-            found = one_trial(folder / "kept", trial.way, fault, least)
-            least = found["least"]
-            print(json.dumps(found), file=told, flush=True)
+    faulthandler.dump_traceback_later(HANGS, exit=True)
+    fault = Fault(trial.kind, trial.nth if rank == trial.who else 0)
+    found = one_trial(folder / "kept", trial.way, fault, least)
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     os._exit(0)
 
 
-def some_trials(folder: Path, trials: list[Trial], least: int) -> list[dict[int, Any]]:
-    """Let ranks go through some trials; return what each has told, or how it ended."""
-    shutil.rmtree(folder / "store", ignore_errors=True)
+def told_by(folder: Path, trial: Trial, least: int) -> dict[int, Any]:
+    """Let the ranks go through a trial; return what each has told, or how it ended."""
+    folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    pids = {}
+    pids, found = {}, dict[int, Any]()
     for rank in range(RANKS):
         pid = os.fork()
         if not pid:
-            be_rank(rank, folder, trials, least)
+            be_rank(rank, folder, trial, least)
         pids[pid] = rank
-    found: list[dict[int, Any]] = [{} for _ in trials]
     while pids:
         pid, ended = os.wait()
         rank = pids.pop(pid)
-        lines = (folder / f"{rank}.json").read_text(encoding="utf-8").splitlines()
-        for one, line in zip(found, lines, strict=False):
-            one[rank] = json.loads(line)
-        if ended and len(lines) < len(trials):
+        path = folder / f"{rank}.json"
+        if ended:
             text = (folder / f"{rank}.txt").read_text(encoding="utf-8")
-            found[len(lines)][rank] = {"status": ended, "text": text}
+            found[rank] = {"status": ended, "text": text}
+        else:
+            found[rank] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -178,26 +164,7 @@ def judged(trial: Trial, found: dict[int, Any]) -> str:
             return f"rank {rank} ended with {told['status']}: {told['text'][-6000:]}"
     if not trial.nth and any(told["outcome"] != "done" for told in found.values()):
         return f"without a fault: {found}"
-    return "" if len(found) == RANKS else f"one rank ended before: {found}"
-
-
-def all_of(place: Path, trials: list[Trial]) -> Iterator[tuple[Trial, str, dict[int, Any]]]:
-    """Yield each trial, what is wrong with it, and what its ranks have told."""
-    least = 0
-    while trials:
-        alone = [n for n, trial in enumerate(trials) if trial.kind == "death" and trial.nth]
-        count = alone[0] + 1 if alone else len(trials)  # of which the last one may die
-        place.mkdir(exist_ok=True)
-        found = some_trials(place, trials[:count], least)
-        for trial, told in zip(trials, found, strict=False):
-            wrong = judged(trial, told)
-            yield trial, wrong, told
-            least = max([least, *(each.get("least", 0) for each in told.values())])
-            trials = trials[1:]
-            if wrong:  # the next ones have a folder of their own
-                place.rename(place.with_name(f"{place.name}-before-{len(trials)}"))
-                least = 0
-                break
+    return ""
 
 
 def main(folder: Path, every: int) -> None:
@@ -209,17 +176,21 @@ def main(folder: Path, every: int) -> None:
         keeper.save(1, model=torch.nn.Linear(2, 1))
     turn = 0
     for way in WAYS:
-        place = folder / way
-        ((_, wrong, told),) = all_of(place, [Trial(way, "error", 0, 0)])
-        print(json.dumps([way, wrong, ""]), flush=True)
-        trials = []
+        place, least = folder / way, 0
+        count = told_by(place, Trial(way, "error", 0, 0), least)
+        trials = [Trial(way, "error", 0, 0)]
         for kind, who in product(KINDS, range(RANKS)):
-            count, turn = told[who]["count"], turn + 7
-            step = min(every, count)
-            numbers = range(1 + turn % step, count + 1, step)
-            trials += [Trial(way, kind, who, nth) for nth in numbers]
-        for trial, wrong, told_now in all_of(place, trials):
-            at = told_now.get(trial.who, {}).get("at", "")
+            calls, turn = count[who]["count"], turn + 7
+            step = min(every, calls)
+            trials += [
+                Trial(way, kind, who, nth) for nth in range(1 + turn % step, calls + 1, step)
+            ]
+        for number, trial in enumerate(trials):
+            told = told_by(place, trial, least)
+            wrong, at = judged(trial, told), told[trial.who].get("at", "")
+            least = max([least, *(each.get("least", 0) for each in told.values())])
+            if wrong:  # the next ones have a folder of their own
+                place, least = folder / f"{way}-after-{number}", 0
             print(json.dumps([way, wrong and f"{trial} {at}: {wrong}", at]), flush=True)
 
 

@@ -7,46 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from state_models import FLAT, same, step, two_layers
+from optimizer_kinds import ONE_PROCESS, Net
+from state_models import FLAT, PARTIAL, same, step, two_layers
 
 import torchlift.distributed as ours
 
-MAKERS: dict[str, Any] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "NAdam": torch.optim.NAdam,
-    "Adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.5),
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Rprop": torch.optim.Rprop,
-    "LBFGS": torch.optim.LBFGS,
-    "SparseAdam": torch.optim.SparseAdam,
-}
 
-
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ONE_PROCESS)
 def test_reading_the_state_takes_no_step(name: str) -> None:
     """torch steps with zero gradients, and Adam counts it (pytorch/pytorch#164929)."""
-    model = two_layers()
-    optimizer = MAKERS[name](model.parameters())
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    calls: list[object] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    found = ours.get_optimizer_state_dict(model, optimizer)
+    model = Net()
+    made = ONE_PROCESS[name](model)
+    optimizers, calls = made if isinstance(made, list) else [made], list[object]()
+    schedulers = [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers]
+    before = copy.deepcopy((model.state_dict(), [each.state_dict() for each in optimizers]))
+    for each in optimizers:
+        each.register_step_pre_hook(lambda *_: calls.append(1))
+    found = ours.get_optimizer_state_dict(model, optimizers)
     assert same(dict(model.state_dict()), dict(before[0]))
-    assert same(optimizer.state_dict(), before[1])
+    assert same([each.state_dict() for each in optimizers], before[1])
     assert not calls
     assert all(param.grad is None for param in model.parameters())
     for state in found["state"].values():
         assert state.get("step", 0) == 0
-    del scheduler
+    del schedulers
 
 
 def test_a_parameter_that_never_had_a_gradient_is_saved_like_the_others() -> None:
@@ -193,22 +177,17 @@ def test_initial_state_is_made_from_the_weights(make: Any) -> None:
         assert found[name]["master"].data_ptr() != weight.data_ptr()
 
 
-LEFT_OUT = {"LBFGS": torch.optim.LBFGS, "ScheduleFree": ScheduleFree}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, ScheduleFree])
+@pytest.mark.parametrize("options", [ours.StateDictOptions(), PARTIAL, FLAT], ids=str)
 def test_what_only_a_step_can_make_is_left_out_not_missed_and_reported(
-    name: str, strict: bool
+    make: Any, options: ours.StateDictOptions
 ) -> None:
     """Nobody can say whether there should be any state."""
     model = two_layers()
-    optimizer = LEFT_OUT[name](model.parameters())
-    saved = ours.get_optimizer_state_dict(model, optimizer)
-    assert saved["state"] == {}
-    for options in (ours.StateDictOptions(strict=strict), FLAT):
-        saved = ours.get_optimizer_state_dict(model, optimizer, options=options)
-        report = ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
-        assert report.left_out == ["0.weight", "0.bias", "1.weight", "1.bias"]
-        assert (report.missing_keys, report.loaded) == ([], [])
+    optimizer = make(model.parameters())
+    assert ours.get_optimizer_state_dict(model, optimizer)["state"] == {}
+    saved = ours.get_optimizer_state_dict(model, optimizer, options=options)
+    report = ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    assert report.left_out == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert (report.missing_keys, report.loaded) == ([], [])
     assert "without a state, which the first step makes (4): 0.weight" in str(report)

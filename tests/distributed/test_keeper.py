@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from full_disk import file_size_limit
+from stateful import Stateful
 from torch import nn
 from zoo import same, trained, two_layers
 
@@ -82,18 +83,6 @@ def test_the_latest_is_what_was_saved_last_wherever_the_run_went_back(tmp_path: 
         assert keeper.latest() == str(tmp_path / "step-000000010-1.pt")
 
 
-@pytest.mark.parametrize("metric", ["text", 1 + 2j, None, [1.0]])
-def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: object) -> None:
-    """Another program wrote it; the best of the others is told."""
-    saved = {"step": 1, "metrics": {"loss": metric}, "ranks": {"0": {"rng": None}}}
-    torchlift.save(saved, tmp_path / "step-000000001.pt")
-    with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
-        keeper.resume()
-        keeper.save(2, run_of(), metrics={"loss": 3.0})
-        assert keeper.best() == str(tmp_path / "step-000000002.pt")
-        assert keeper.steps() == [2]
-
-
 def test_an_old_one_that_cannot_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +137,36 @@ def test_an_interrupted_wait_leaves_the_snapshot_alone(
             assert torch.equal(ckpt["model.weight"], torch.full((50, 50), float(step)))
 
 
+def test_a_snapshot_has_the_values_of_odd_tensors_and_no_memory_of_them(
+    tmp_path: Path, written: threading.Event
+) -> None:
+    """Whatever is written to them after the call. Equal views share their copy."""
+    waves, matrix = torch.randn(3, dtype=torch.complex64), torch.randn(4, 6)
+    parameter = nn.Parameter(torch.ones(2))
+    state = {
+        "matrix": matrix, "transposed": matrix.T, "column": matrix[:, 1], "again": matrix[:, 1],
+        "number": torch.tensor(2), "empty": torch.ones(0, 3), "none": torch.ones(1).expand(0),
+        "waves": waves, "conj": waves.conj(), "negative": waves.conj().imag, "real": waves.imag,
+        "wide": torch.ones(1).expand(1 << 20),
+        "small": torch.ones(3).to(torch.float8_e4m3fn), "live": parameter, "view": parameter * 2,
+        "odd": matrix.as_subclass(type("Named", (torch.Tensor,), {})),
+    }  # fmt: skip
+    expected = {name: tensor.detach().clone() for name, tensor in state.items()}
+    other = Stateful()
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, odd=Stateful(state))
+        for tensor in (waves, matrix, parameter):
+            with torch.no_grad():
+                tensor.zero_()
+        written.set()
+        assert keeper.resume(odd=other) == 1
+        assert os.path.getsize(keeper.latest() or "") < 100_000
+    for name, tensor in expected.items():
+        plain = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        assert same(other.state[name], plain), name
+    assert other.state["again"].data_ptr() == other.state["column"].data_ptr()
+
+
 def test_a_failed_save_of_which_nobody_asks_is_warned_of(tmp_path: Path) -> None:
     """A program that ends would otherwise never know."""
     code = (
@@ -157,7 +176,7 @@ def test_a_failed_save_of_which_nobody_asks_is_warned_of(tmp_path: Path) -> None
         "torchlift.Keeper(sys.argv[1]).save(1, w=torch.ones(1000))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
     )
     assert "RuntimeWarning: the last save of a Keeper failed: " in done.stderr
     assert "step-000000001.pt: the file cannot be written" in done.stderr
@@ -207,38 +226,6 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["step-000000001.pt", "step-000000003.pt"]
 
 
-def follow(error: CheckpointError, objects: dict[str, Any]) -> None:
-    """Call the lines that a message names."""
-    lines = (error.hint or "").partition("torchlift.")[1:]
-    assert all(lines), error
-    eval(
-        f"[{''.join(lines).removesuffix('.')}]", {"torchlift": torchlift, "torch": torch, **objects}
-    )
-
-
-def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> None:
-    """A layer was added: the error says the file and what to call instead, and that works."""
-    run = run_of()
-    with torchlift.Keeper(tmp_path) as keeper:
-        keeper.save(1, run)
-    file = tmp_path / "step-000000001.pt"
-    larger = nn.Sequential(*two_layers(1), nn.Linear(2, 1))
-    optimizer = torch.optim.AdamW(larger.parameters())
-    with pytest.raises(CheckpointError) as caught:
-        keeper.resume(model=larger, optimizer=optimizer)
-    new = "allow_missing=['2.weight', '2.bias']"
-    assert str(caught.value) == (
-        f"{file}: the state dict does not fit the model: Missing key(s) "
-        "'model.2.weight', 'model.2.bias'. To load a part: "
-        f"torchlift.load(model, '{file}', root='model', {new}), torchlift.distributed."
-        f"load_optimizer(model, optimizer, '{file}', root='optimizer', {new})."
-    )
-    assert not optimizer.state
-    follow(caught.value, {"model": larger, "optimizer": optimizer})
-    assert torch.equal(larger[0].weight, run["model"][0].weight)
-    assert optimizer.state[larger[0].weight]["exp_avg"].any()
-
-
 def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> None:
     """Of another model, all or a part: before the model is loaded. What is new has a way out."""
 
@@ -259,8 +246,6 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> 
             keeper.resume(model=other, optimizer=wrong)
         assert torch.equal(other.weight, before)
         assert not wrong.state
-    with pytest.raises(CheckpointError, match="missing the optimizer state"):  # of a file, too
-        torchlift.load_optimizer(other, wrong, torchlift.open(keeper.latest()).tree("optimizer"))
     other, new = made(torch.zeros(1, requires_grad=True))
     with pytest.raises(CheckpointError) as caught:
         keeper.resume(model=other, optimizer=new)
@@ -269,11 +254,6 @@ def test_an_optimizer_of_a_model_that_was_rebuilt_is_refused(tmp_path: Path) -> 
     keeper.save(2, model=other, optimizer=new)
     again, temperature = made(torch.zeros(1, requires_grad=True))
     assert keeper.resume(model=again, optimizer=temperature) == 2
-    alone = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    keeper.save(3, model=again, a=temperature, b=alone)
-    bigger = torch.optim.AdamW([torch.zeros(1, requires_grad=True) for _ in "ab"])
-    with pytest.raises(CheckpointError, match=r"Or resume without b\."):
-        keeper.resume(model=again, a=temperature, b=bigger)
 
 
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
@@ -315,12 +295,11 @@ def test_what_cannot_be_saved_or_resumed_is_named(tmp_path: Path) -> None:
     with torchlift.Keeper(tmp_path, best="loss") as keeper:
         with pytest.raises(ValueError, match="optimizer: no module among the objects has its"):
             keeper.save(1, optimizer=run["optimizer"], metrics={"loss": 1.0})
-        with pytest.raises(ValueError, match="'rng' cannot name an object"):
-            keeper.save(1, {"rng": 1})
         with pytest.raises(ValueError, match="metrics= lacks 'loss'"):
             keeper.save(1, run, metrics={"los": 1.0})
-        with pytest.raises(ValueError, match="step=-1: expected a number from 0 on"):
-            keeper.save(-1, run)
+        for metric in (None, 10**400, "text", [1.0]):
+            with pytest.raises(ValueError, match=r"metrics\['loss'\]: expected a number, found"):
+                keeper.save(1, run, metrics={"loss": metric})
         assert keeper.steps() == []
         keeper.save(1, {"model": run["model"]}, metrics={"loss": 1.0})
         before = {key: value.clone() for key, value in run["model"].state_dict().items()}
@@ -372,18 +351,10 @@ def test_the_thread_that_writes_changes_nothing_of_all_threads(tmp_path: Path) -
 
 
 def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, written: threading.Event
 ) -> None:
     """Of the last one that is complete; it waits for none, and a failed save has none."""
-    written, write, model = threading.Event(), Snapshot.write, nn.Linear(50, 50)
-
-    def slow(snapshot: Snapshot, *args: Any) -> Any:
-        assert written.wait(300)
-        if snapshot.state.objects["step"] == 3:
-            raise OSError("no such luck")
-        return write(snapshot, *args)
-
-    monkeypatch.setattr(Snapshot, "write", slow)
+    model = nn.Linear(50, 50)
     with torchlift.Keeper(tmp_path) as keeper:
         keeper.save(1, model=model)
         assert keeper.report is None
@@ -394,21 +365,17 @@ def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
         assert (first.path, first.nbytes) == (keeper.latest(), first.written)
         assert first.nbytes == 50 * 51 * 4  # no tensors of generators
         assert first.blocked > 0
-        assert f"blocked: {first.blocked:.2g} s; written in {first.seconds:.2g} s" in str(first)
         written.clear()
         keeper.save(2, model=model)
         assert keeper.report == first
         written.set()
-        keeper.save(3, model=model)
-        with pytest.raises(OSError, match="no such luck"):
-            keeper.wait()
+        keeper.wait()
+        with file_size_limit(1000):
+            keeper.save(3, model=model)
+            with pytest.raises(CheckpointError, match="File too large"):
+                keeper.wait()
         assert keeper.report is not None
         assert keeper.report.path == keeper.latest() == str(tmp_path / "step-000000002.pt")
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.resume()
-        keeper.save(4, model=model)
-        assert keeper.report is not None
-        assert keeper.report.blocked >= keeper.report.seconds
 
 
 # ---- stop on a signal
@@ -458,32 +425,6 @@ def test_a_signal_stops_and_reaches_who_was_there_before(tmp_path: Path) -> None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
-    """Python installs handlers in the main thread only; after that anyone may ask."""
-    found: list[object] = []
-
-    def ask() -> None:
-        try:
-            found.append(keeper.should_stop())
-        except CheckpointError as error:
-            found.append(str(error))
-
-    with torchlift.Keeper(tmp_path) as keeper:
-        for _ in range(2):
-            thread = threading.Thread(target=ask)
-            thread.start()
-            thread.join()
-            keeper.should_stop()
-    assert "a first call in the main thread" in str(found[0])
-    assert found[1] is False
-
-
-def ended(child: int) -> int:
-    """Send a child that was forked here SIGTERM; return how it ended."""
-    os.kill(child, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("former", ["default", "ignored", "handler"])
 def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former: str) -> None:
     """It has the handler of the keeper, but nobody in it asks whether to stop."""
@@ -509,7 +450,8 @@ def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former
             for descriptor in (reading, writing, ready, done):
                 os.close(descriptor)
             expected = {"default": -signal.SIGTERM, "ignored": -signal.SIGKILL, "handler": 7}
-            assert ended(child) == expected[former]
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected[former]
             assert not keeper.should_stop()
             os.kill(os.getpid(), signal.SIGUSR1)  # and the keeper still listens
             assert keeper.should_stop()
@@ -521,17 +463,7 @@ def test_a_forked_child_ends_on_a_signal_as_it_did_before(tmp_path: Path, former
 def test_arrays_of_an_object_come_back_as_they_were(tmp_path: Path) -> None:
     """Dtype, shape and order of dimensions, those of nothing too; a list would be none of that."""
 
-    class Loader:
-        def __init__(self) -> None:
-            self.state: dict[str, Any] = {}
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-    loader, other = Loader(), Loader()
+    loader, other = Stateful(), Stateful()
     arrays = [np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 3), np.float16),
               np.array(["a", "bc"]), np.array(3.5), np.array([[1j, 2]])]  # fmt: skip
     loader.state = {"arrays": arrays, "deep": {"order": (arrays[0].T, 7)}, "step": 3}
@@ -544,12 +476,3 @@ def test_arrays_of_an_object_come_back_as_they_were(tmp_path: Path) -> None:
         assert (one.dtype, one.shape) == (two.dtype, two.shape)
         assert np.array_equal(one, two)
     assert other.state["deep"]["order"][1] + other.state["step"] == 10
-
-
-@pytest.mark.parametrize("metric", [None, 10**400, "text", [1.0]])
-def test_a_metric_that_is_not_a_number_is_named(tmp_path: Path, metric: Any) -> None:
-    """Before anything is saved."""
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        with pytest.raises(ValueError, match=r"metrics\['loss'\]: expected a number, found"):
-            keeper.save(1, w=torch.ones(1), metrics={"loss": metric})
-        assert keeper.steps() == []

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,28 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on
+from stateful import Stateful
 from torch import nn
 
 import torchlift
 import torchlift.distributed as ours
 from torchlift.distributed import Generators
-from torchlift.distributed.run_state import Snapshot, pickled
+from torchlift.distributed.run_state import Snapshot
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats.index import Leaf
-from torchlift.formats.runs import MAGIC, RankItem, read_item
-
-
-class Place:
-    """An object with a state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
+from torchlift.formats.runs import MAGIC, read_item
 
 
 def run_of() -> dict[str, Any]:
@@ -55,22 +41,6 @@ def run_of() -> dict[str, Any]:
 # ---- the content of items
 
 FIELDS: dict[str, Any] = {"ranks": 2, "own": {"a": [1]}, "generators": {}, "saved": {"step": 1}}
-
-
-def test_an_item_has_containers_as_they_were() -> None:
-    """Keys, tuples and classes of dicts. A marker stands for each tensor, under its own name."""
-    saved = {
-        "step": 3,
-        "model": OrderedDict(w=Leaf("model.w")),
-        "deep": [(1, {2: Leaf("deep.0.1.2")}), {None: True}],
-        "kinds": (torch.float16, torch.Size([2]), b"\xff", 1j, {"a"}),
-    }
-    data = MAGIC + pickled({**FIELDS, "saved": saved}, {"model.w": "ranks.1.model.w"})
-    item = read_item(data)
-    assert isinstance(item, RankItem)
-    assert item.saved["model"] == {"w": Leaf("ranks.1.model.w")}
-    assert item.saved["deep"] == saved["deep"]
-    assert item.saved["kinds"][2:] == (b"\xff", 1j, {"a"})
 
 
 class Evil:
@@ -155,29 +125,11 @@ def test_a_damaged_state_is_one_clear_error_and_changes_nothing(
         assert torchlift.diff(now, {"states": before}).equal
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"numpy.ndarray": 5},
-        {"numpy.ndarray": ["<f4", [2]], "bytes": [1]},
-        {"numpy.ndarray": [1, 2], "bytes": torch.ones(1)},
-        {"rows": [{"numpy.ndarray": "text", "other": 1}]},
-    ],
-)
-def test_a_dict_with_the_key_of_arrays_is_resumed_as_it_was(tmp_path: Path, state: Any) -> None:
-    """The key is that of a state which the Keeper makes of an array."""
-    again = Place(None)
-    with torchlift.Keeper(tmp_path, background=False) as keeper:
-        keeper.save(1, place=Place(state))
-        assert keeper.resume(place=again) == 1
-    assert torchlift.diff({"state": again.state}, {"state": state}).equal
-
-
-def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
-    """Python would block training for seconds, and torch.save takes 0.3 s."""
-    inside = [[*range(1_000_000)], {"a": ("b", [0.5] * 1_000_000)}]
-    run = {**run_of(), "loader": Place({"rows": [*range(1_000_000)], "inside": inside})}
-    counts = {"losses": [0.5] * 1_000_000, "deep": {"some": tuple([1.0, None] * 500_000)}}
+def test_a_long_list_of_numbers_is_not_walked_over(tmp_path: Path) -> None:
+    """Python would block training for seconds if it had a million, and torch.save takes 0.3 s."""
+    inside = [[*range(100_000)], {"a": ("b", [0.5] * 100_000)}]
+    run = {**run_of(), "loader": Stateful({"rows": [*range(100_000)], "inside": inside})}
+    counts = {"losses": [0.5] * 100_000, "deep": {"some": tuple([1.0, None] * 50_000)}}
     calls = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -195,7 +147,7 @@ def test_a_list_of_a_million_numbers_is_not_walked_over(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-    assert calls < 100_000
+    assert calls < 10_000
     assert torchlift.open(keeper.latest() or "").objects["losses"][-1] == 0.5
 
 
@@ -211,7 +163,7 @@ def test_a_save_copies_once_and_a_resume_reads_what_is_passed(folder: Path) -> N
         for step in (1, 2):  # the first one makes room for the copy
             dist.barrier()
             with torchlift.measure.memory() as use:
-                keeper.save(step, model=model, average=Place({"values": average}))
+                keeper.save(step, model=model, average=Stateful({"values": average}))
                 keeper.wait()
     assert use.added_anonymous < 24 << 20, use
     with torchlift.Keeper(folder) as keeper, torchlift.measure.memory() as use:
@@ -288,15 +240,17 @@ def keep_on_some_ranks(folder: str, says_so: bool) -> list[Any]:
     rank = dist.get_rank()
     group = dist.new_group([0, 2]) if says_so else None
     if rank == 1:
-        time.sleep(0 if says_so else 6)
+        while not (says_so or all(Path(folder, f"done-{each}").exists() for each in (0, 2))):
+            time.sleep(0.01)
         return []
     if not says_so:
         with pytest.raises(CheckpointError) as caught:
             torchlift.Keeper(folder, timeout=2)
+        Path(folder, f"done-{rank}").touch()
         return [str(caught.value)]
     with torchlift.Keeper(folder, process_group=group, timeout=60) as keeper:
-        keeper.save(5, run_of(), place=Place({"rank": rank}))
-        again = Place(None)
+        keeper.save(5, run_of(), place=Stateful({"rank": rank}))
+        again = Stateful(None)
         assert keeper.resume(run_of(), place=again) == 5
     return [again.state]
 

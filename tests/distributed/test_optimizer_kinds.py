@@ -2,134 +2,128 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from optimizer_kinds import ADAMS, MATRICES, ONE_PROCESS, STEPPED, Net, losses
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import cpu_mesh, on, saves, worlds
+from state_models import FLAT, FROM_0, ON_0, WHOLE, set_both
 from torch.distributed.fsdp import fully_shard
+from wrapped_models import cloned
 
 import torchlift
 import torchlift.distributed as ours
-from torchlift.distributed import on_ranks
+from torchlift.distributed import StateDictOptions
 
 ON_MESH = {**ADAMS, **MATRICES}
+#: Saves a model and its optimizers into a folder, and returns what loads them into others.
+Door = Callable[[Any, Any, Path], Callable[..., object]]
 
 
-def state_of(model: Any, optimizers: Any) -> dict[str, Any]:
-    model_state, optimizer_state = ours.get_state_dict(model, optimizers)
-    return {"model": model_state, "optimizers": optimizer_state}
+def made(name: str, seed: int, *, shards: bool = True) -> tuple[Any, Any]:
+    """A model, which several ranks shard, and its optimizers."""
+    model = Net(seed)
+    if shards and dist.get_world_size() > 1:
+        fully_shard(model, mesh=cpu_mesh())
+    return model, ONE_PROCESS[name](model)
 
 
-def resumed(path: Any, model: Any, optimizers: Any) -> list[float]:
-    """Load everything into a new model and its optimizers, and return the next five losses."""
+def keep(model: Any, optimizers: Any, folder: Path) -> Callable[..., object]:
+    def named(model: Any, optimizers: Any) -> dict[str, Any]:
+        each = optimizers if isinstance(optimizers, list) else [optimizers]
+        return {"model": model, **{f"optimizer_{n}": one for n, one in enumerate(each)}}
+
+    def resume(*to: Any) -> None:
+        with keeper:
+            assert keeper.resume(named(*to)) == 1
+
+    keeper = torchlift.Keeper(folder)
+    keeper.save(1, named(model, optimizers))
+    return resume
+
+
+def save(model: Any, optimizers: Any, path: Path) -> Callable[..., object]:
+    states = dict(zip(("model", "optimizers"), ours.get_state_dict(model, optimizers), strict=True))
+    torchlift.save(states, path, format="torch-zip" if dist.get_world_size() == 1 else "dcp")
+    return partial(load, path)
+
+
+def load(path: Path, model: Any, optimizers: Any) -> None:
     torchlift.load(model, path, root="model")
     report = ours.load_optimizer(model, optimizers, path, root="optimizers")
     assert report.missing_keys == report.unexpected_keys == []
-    return losses(model, optimizers, 5)
 
 
-@pytest.mark.parametrize("name", ONE_PROCESS)
-@pytest.mark.parametrize("steps", [0, 3])
-def test_the_next_losses_are_the_same_in_one_process(name: str, steps: int, tmp_path: Path) -> None:
-    """To the bit, before the first step and after some; out of a file."""
-    model = Net()
-    optimizers = ONE_PROCESS[name](model)
-    losses(model, optimizers, steps)
-    torchlift.save(state_of(model, optimizers), tmp_path / "saved.pt")
-    other = Net(seed=1)
-    found = resumed(tmp_path / "saved.pt", other, ONE_PROCESS[name](other))
-    assert found == losses(model, optimizers, 5)
+def get(read: StateDictOptions, write: StateDictOptions, *run: Any) -> Callable[..., object]:
+    *run, _ = run
+    states = cloned(ours.get_state_dict(*run, options=read))
+    return lambda *to: set_both(*to, states, options=write)
 
 
-class Found(NamedTuple):
-    """What two ranks found, by the name of an optimizer.
-
-    Attributes:
-        expected: the losses of the job that went on.
-        on_two: those of one that was resumed on two ranks.
-        from_one: those of one that was resumed from a checkpoint of one process.
-    """
-
-    expected: list[float]
-    on_two: list[float]
-    from_one: list[float]
+DOORS: dict[str, Door] = {
+    "keeper": keep,
+    "file": save,
+    "as it is": partial(get, StateDictOptions(), StateDictOptions()),
+    "flat": partial(get, FLAT, FLAT),
+    "whole": partial(get, WHOLE, WHOLE),
+    "on rank 0": partial(get, ON_0, FROM_0),
+}
 
 
-def sharded(seed: int = 0) -> Any:
-    return fully_shard(Net(seed), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+@on(1, name=ONE_PROCESS)
+@on(2, name=[*ON_MESH, "8 bits"])
+def test_the_next_losses_are_the_same(name: str, folder: Path) -> None:
+    """To the bit, before the first step and after some, through every door."""
+    for way, steps in [*product(DOORS, (3,)), ("keeper", 0), ("file", 0), ("as it is", 0)]:
+        if dist.get_world_size() > 1 and name == "8 bits" and way != "keeper":
+            continue  # codes of each rank's own shard are plain tensors, which only a Keeper keeps
+        run, again = made(name, 0), made(name, 1)
+        losses(*run, steps)
+        into = DOORS[way](*run, folder / f"{way}-{steps}")
+        expected = losses(*run, 3)
+        into(*again)
+        assert losses(*again, 3) == expected, (way, steps)
+        assert len(set(expected)) > 1
 
 
-def run_on_two(folder: str) -> dict[str, Found]:
-    found = {}
-    for name, make in ON_MESH.items():
-        model = sharded()
-        optimizers = make(model)
-        losses(model, optimizers, 3)
-        path = os.path.join(folder, f"two {name}")
-        torchlift.save(state_of(model, optimizers), path, format="dcp")
-        others = [sharded(seed=1), sharded(seed=2)]
-        on_two = resumed(path, others[0], make(others[0]))
-        fresh = make(others[1])
-        if name in STEPPED:
-            losses(others[1], fresh, 3)
-        from_one = resumed(os.path.join(folder, f"one {name}.pt"), others[1], fresh)
-        found[name] = Found(losses(model, optimizers, 5), on_two, from_one)
-    return found
+@on(2, name=("AdamW", "Muon and AdamW", "8 bits"))
+def test_a_state_that_every_rank_has_is_kept_once(name: str, folder: Path) -> None:
+    """The folder does not have it again for the second rank."""
+    run, again = (made(name, seed, shards=False) for seed in (0, 1))
+    losses(*run, 3)
+    resume = keep(*run, folder)
+    expected = losses(*run, 3)
+    resume(*again)
+    assert losses(*again, 3) == expected
+    index = torchlift.open(folder / "step-000000001")._index
+    assert not [key for key in index.hidden if key.startswith("ranks.1.")]
 
 
-class Results(NamedTuple):
-    """What a process alone found, and two ranks.
-
-    Attributes:
-        alone: the losses of a process alone.
-        on_one: those of one that was resumed from a checkpoint of two ranks.
-        on_two: see `Found`.
-    """
-
-    alone: dict[str, list[float]]
-    on_one: dict[str, list[float]]
-    on_two: dict[str, Found]
+@saves(1, 2)
+def writes_runs(saved: Path) -> None:
+    for name in ON_MESH:
+        run, path = made(name, 0), saved / f"{name}-{dist.get_world_size()}"
+        losses(*run, 3)
+        save(*run, path)
+        expected = losses(*run, 5)
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{path}.losses")
 
 
-@cache
-def results() -> Results:
-    with TemporaryDirectory() as folder:
-        alone, on_one = {}, {}
-        for name, make in ON_MESH.items():
-            model = Net()
-            optimizers = make(model)
-            losses(model, optimizers, 3)
-            torchlift.save(state_of(model, optimizers), os.path.join(folder, f"one {name}.pt"))
-            alone[name] = losses(model, optimizers, 5)
-        on_two = on_ranks(2, run_on_two, folder)
-        assert on_two[0] == on_two[1]
-        for name, make in ON_MESH.items():
-            model = Net(seed=3)
-            on_one[name] = resumed(os.path.join(folder, f"two {name}"), model, make(model))
-        return Results(alone, on_one, on_two[0])
-
-
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Results:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    return results()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ON_MESH)
-def test_the_next_losses_are_the_same_on_as_many_ranks_and_on_others(
-    name: str, found: Results
-) -> None:
+@on(1, 2, name=ON_MESH)
+def test_the_next_losses_are_the_same_on_another_number_of_ranks(name: str, saved: Path) -> None:
     """To the bit, except where a mesh multiplies matrices in another order."""
-    on_two = found.on_two[name]
-    assert on_two.on_two == on_two.expected
     # Muon multiplies them in bfloat16.
     close = partial(pytest.approx, rel=1e-3) if name in MATRICES else list[float]
-    assert found.on_one[name] == close(on_two.expected)
-    assert on_two.from_one == close(found.alone[name])
+    for ranks in {*worlds()} - {dist.get_world_size()}:
+        again = made(name, 2)
+        if ranks == 1 and name in STEPPED:
+            losses(*again, 3)
+        load(saved / f"{name}-{ranks}", *again)
+        assert losses(*again, 5) == close(torch.load(saved / f"{name}-{ranks}.losses"))

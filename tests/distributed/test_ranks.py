@@ -40,9 +40,7 @@ import torch
 import torch.distributed as dist
 import beside
 import torchlift
-from torchlift._system import zygote
 from torchlift.distributed import on_ranks
-from torchlift.measure import ChildError, in_child
 
 OFFSET = 10
 
@@ -121,7 +119,6 @@ def test_a_rank_that_dies_is_named_with_what_it_wrote_to_stderr() -> None:
         on_ranks(2, dies)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="looks for them in /proc")
 @pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
     """The error names those that were not done, and no process is left."""
@@ -135,9 +132,7 @@ def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, fork) -> None:
 
 KILLED = """
 import os, pathlib, sys, time
-from torchlift._system import zygote
 from torchlift.distributed import on_ranks
-from torchlift.measure import ChildError, in_child
 
 def hang(path):
     pathlib.Path(path, str(os.getpid())).touch()
@@ -147,7 +142,6 @@ on_ranks(2, hang, sys.argv[1], fork=sys.argv[2] == "True")
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="looks for them in /proc")
 @pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_leave_when_their_caller_is_killed(tmp_path, fork) -> None:
     """Nobody can ask them to: a socket or a pipe closes."""

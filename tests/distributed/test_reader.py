@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from zoo import same
 
 import torchlift
 from torchlift.distributed import CheckpointReader
@@ -140,21 +140,11 @@ def test_an_optimizer_without_tensors_is_loaded(tmp_path: Path, kind: str) -> No
         dcp.save(state, checkpoint_id=path, no_dist=True)
     else:
         torchlift.save(state, path, format="dcp")
-    for reader in (CheckpointReader, FileSystemReader)[: 2 if kind == "dcp" else 1]:
-        group = {"params": nn.Linear(2, 1).parameters(), "tags": [0, {"a": 0}]}
-        loading = torch.optim.SGD([group], lr=0.1)
-        found = {"model": nn.Linear(2, 1).state_dict(), "optimizer": loading.state_dict()}
-        dcp.load(found, storage_reader=reader(path))
-        assert found["optimizer"] == state["optimizer"]
-        assert torch.equal(found["model"]["weight"], state["model"]["weight"])
-
-
-def test_lists_that_cannot_be_taken_apart_stay_whole(tmp_path: Path) -> None:
-    """A key that is not text, or one that another value has, would be lost."""
-    saved = {"a": [{1: 2}], "b": [{"x.y": 1, "x": {"y": 2}}], "c": [{}, {"k": None}], "c.1.k": 5}
-    torchlift.save(saved, tmp_path / "saved", format="dcp")
-    with torchlift.open(tmp_path / "saved") as ckpt:
-        assert ckpt.tree() == saved
+    group = {"params": nn.Linear(2, 1).parameters(), "tags": [0, {"a": 0}]}
+    loading = torch.optim.SGD([group], lr=0.1)
+    found = {"model": nn.Linear(2, 1).state_dict(), "optimizer": loading.state_dict()}
+    dcp.load(found, storage_reader=CheckpointReader(path))
+    assert same(found, state)
 
 
 @pytest.mark.parametrize("item", [{1: 2}, {"a": {1: 2}}, Counter(a=1), OrderedDict(a=1)])

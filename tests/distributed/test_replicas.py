@@ -6,17 +6,15 @@ import os
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from optimizer_kinds import Codes, Net, losses
 from ranks import cpu_mesh, on
+from state_models import ON_0, WHOLE
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlift
@@ -75,9 +73,7 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    full = ours.StateDictOptions(full_state_dict=True)
-    one = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    assert len(ours.get_state_dict(model, optimizer, options=one)) == 2
+    assert len(ours.get_state_dict(model, optimizer, options=ON_0)) == 2
     state = optimizer.state[model.expert]
     for tensor, name in (
         (state["exp_avg"], r"'state\.expert\.exp_avg'"),
@@ -86,9 +82,9 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     ):
         kept = tensor.clone()
         tensor.add_(dist.get_rank())
-        for options in (None, full):  # each rank has its own
+        for options in (None, WHOLE):  # each rank has its own
             assert len(ours.get_state_dict(model, optimizer, options=options)) == 2
-        call = partial(ours.get_state_dict, model, optimizer, options=one)
+        call = partial(ours.get_state_dict, model, optimizer, options=ON_0)
         with pytest.raises(ours.StateDictMismatch, match=f"{name}: the ranks hold diff") as caught:
             call()
         assert "Pass process_group=" in str(caught.value)
@@ -100,25 +96,4 @@ def test_plain_values_beside_shards_are_compared_if_one_dict_stands_for_all_rank
     nn.init.constant_(plain.bias, dist.get_rank())
     assert float(ours.get_model_state_dict(plain)["bias"]) == dist.get_rank()
     with pytest.raises(ours.StateDictMismatch, match="the ranks hold different values"):
-        ours.get_model_state_dict(plain, options=one, process_group=dist.group.WORLD)
-
-
-@on(2)
-def test_8_bit_state_of_each_rank_is_refused_and_kept_under_its_own_name(folder: Path) -> None:
-    """Its codes are plain tensors of the rank's own shard (bitsandbytes#1840)."""
-    rank = dist.get_rank()
-    mesh = cpu_mesh()
-    model = fully_shard(Net(), mesh=mesh)
-    optimizer = Codes(model.parameters())
-    losses(model, optimizer, 3)
-    own = {f"rank{rank}": optimizer.state_dict()}
-    state: dict[str, Any] = {"optimizer": own[f"rank{rank}"]}
-    with pytest.raises(CheckpointException, match="codes': the ranks hold different values"):
-        dcp.save(state, storage_writer=CheckpointWriter(folder / "refused"))
-    state = {"model": ours.get_model_state_dict(model), **own}
-    dcp.save(state, storage_writer=CheckpointWriter(folder / "saved"))
-    again = fully_shard(Net(seed=1), mesh=mesh)
-    loaded = Codes(again.parameters())
-    torchlift.load(again, folder / "saved", root="model")
-    ours.load_optimizer(again, loaded, folder / "saved", root=f"rank{rank}")
-    assert losses(again, loaded, 5) == losses(model, optimizer, 5)
+        ours.get_model_state_dict(plain, options=ON_0, process_group=dist.group.WORLD)

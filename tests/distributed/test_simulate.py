@@ -23,12 +23,9 @@ import torchlift
 from torchlift import remap
 from torchlift._model.dtensor import spans_at, wrap
 from torchlift.distributed import (
-    StateDictOptions,
     save_consolidated,
-    set_model_state_dict,
     simulate,
 )
-from torchlift.distributed.gather import Gathering
 from torchlift.errors import MismatchError
 
 
@@ -122,27 +119,20 @@ def compare(path: Path, mesh: str, *, dtype: torch.dtype | None = None) -> None:
 @on(4, mesh=MESHES[4])
 @on(8, mesh=MESHES[8])
 def test_every_rank_reads_the_bytes_of_its_own_shards(mesh: str, folder: Path) -> None:
-    """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes."""
-    path = folder / "odd.pt"
+    """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes.
+
+    Of one file, and of what FSDP over all ranks wrote, in as many files and in uneven pieces.
+    """
+    path, parts = folder / "odd.pt", folder / "parts"
     if dist.get_rank() == 0:
         torch.save(saved(), path)
+    model = Odd()
+    model.load_state_dict({key: value.contiguous() for key, value in saved().items()})
+    dcp.save(fully_shard(model).state_dict(), checkpoint_id=parts)
     dist.barrier()
     compare(path, mesh)
     compare(path, mesh, dtype=torch.bfloat16)
-    dist.barrier()
-
-
-@on(2, mesh=MESHES[2])
-@on(4, mesh=MESHES[4])
-@on(8, mesh=MESHES[8])
-def test_every_rank_reads_its_bytes_of_what_all_ranks_wrote(mesh: str, folder: Path) -> None:
-    """What FSDP over all ranks wrote, in as many files and in uneven pieces."""
-    path = folder / "parts"
-    model = Odd()
-    model.load_state_dict({key: value.contiguous() for key, value in saved().items()})
-    dcp.save(fully_shard(model).state_dict(), checkpoint_id=path)
-    dist.barrier()
-    compare(path, mesh)
+    compare(parts, mesh)
     dist.barrier()
 
 
@@ -188,26 +178,13 @@ def test_shards_are_in_every_order(folder: Path) -> None:
     path = folder / "orders.pt"
     save_consolidated(state, path)
     found = torch.load(path)
-    # Of a dict: the state_dict() of a module detaches, and torch forgets the order at that.
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole_state = Gathering(state, options, keeps=dist.get_rank() == 0).finish() or {}
-    assert len(whole_state) == (len(named) if dist.get_rank() == 0 else 0)
     for key, (what, whole) in named.items():
         assert torch.equal(found[key], whole), what
-        assert dist.get_rank() or torch.equal(whole_state[key], whole), what
     with torch.no_grad():
         target = nn.ParameterDict({k: parameter(v, zeros=True) for k, v in made.items()})
     torchlift.load(target, path, source="read")
     for key, (what, _) in named.items():
         assert torch.equal(local_of(target[key]), local_of(made[key])), what
-    # A value whose order is another than the model's, with the very same placements.
-    keys = [k for k, (what, _) in named.items() if what.startswith("13 ") and "order" in what]
-    same = [k for k in keys if all(p == Shard(0) for p in made[k].placements)]
-    assert len(same) == 6
-    for mine, other in zip(same, [*same[1:], same[0]], strict=True):
-        one = nn.ParameterDict({"w": parameter(made[mine], zeros=True)})
-        set_model_state_dict(one, {"w": state[other]})
-        assert torch.equal(local_of(one["w"]), local_of(made[mine])), (named[mine], named[other])
     dist.barrier()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HANGS, cpu_mesh, on
+from state_models import FROM_0, ON_0, WHOLE, set_both
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +24,6 @@ import torchlift
 import torchlift.distributed as ours
 from torchlift._model.ranks import RankGroup
 from torchlift._model.torch_private import timeout_of
-
-FULL = ours.StateDictOptions(full_state_dict=True)
-ON_0 = ours.StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class Stages(nn.Module):
@@ -89,9 +85,7 @@ def test_each_stage_is_gathered_by_its_own_ranks() -> None:
         for param in target.parameters():
             nn.init.zeros_(param)
         other = torch.optim.Adam(target.parameters(), foreach=False)
-        ours.set_state_dict(
-            target, other, model_state_dict=found[0], optim_state_dict=found[1], collective=False
-        )
+        set_both(target, other, found, collective=False)
         same(ours.get_model_state_dict(target), found[0])
 
 
@@ -124,12 +118,12 @@ def test_a_tensor_on_a_mesh_without_this_rank_is_refused() -> None:
             run_check=False,
         )  # fmt: skip
     model.register_buffer("away", value)
-    for options in (ON_0, FULL):
+    for options in (ON_0, WHOLE):
         with pytest.raises(ours.StateDictMismatch, match=r"'away'.*not in the mesh of a tensor"):
             ours.get_model_state_dict(model, options=options, process_group=dist.group.WORLD)
     if last:  # the way out
         groups = dist.new_group(meshes[1].mesh.tolist(), use_local_synchronization=True)
-        found = ours.get_model_state_dict(model, options=FULL, process_group=groups)
+        found = ours.get_model_state_dict(model, options=WHOLE, process_group=groups)
         assert torch.equal(found["away"], wide)
     # Side by side: each half has the same, on a mesh of its own.
     model = nn.Linear(3, 5)
@@ -152,10 +146,7 @@ def test_a_replica_loads_alone() -> None:
         ours.set_model_state_dict(model, {k: v + 1 for k, v in saved[0].items()}, collective=False)
         assert torch.equal(model.module.weight, saved[0]["weight"] + 1)
         ours.set_optimizer_state_dict(model, optimizer, saved[1], collective=False)
-        ours.set_state_dict(
-            model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1],
-            collective=False,
-        )  # fmt: skip
+        set_both(model, optimizer, saved, collective=False)
         with pytest.raises(ours.StateDictMismatch, match=r"Missing key\(s\) 'bias'"):
             ours.set_model_state_dict(model, {"weight": saved[0]["weight"]}, collective=False)
         with pytest.raises(ValueError, match="not for a rank that loads alone"):
@@ -213,28 +204,19 @@ def test_threads_with_a_process_group_each_load_at_the_same_time(folder: Path) -
     torch.save(whole, path)
     models = [fully_shard(nn.Linear(4, 6)) for _ in range(2)]
     groups = [dist.new_group() for _ in range(2)]
-    errors: list[BaseException] = []
 
     def load() -> None:
-        torchlift.load(models[0], path, process_group=groups[0])
+        for _ in range(10):
+            torchlift.load(models[0], path, process_group=groups[0])
 
     def set_state() -> None:
-        ours.set_model_state_dict(models[1], whole, options=FULL, process_group=groups[1])
+        for _ in range(10):
+            ours.set_model_state_dict(models[1], whole, options=WHOLE, process_group=groups[1])
 
-    def run(work: Callable[[], None]) -> None:
-        try:
-            for _ in range(10):
-                work()
-        except BaseException as error:
-            errors.append(error)
-
-    works = [load, set_state] if rank % 2 else [set_state, load]
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, repr(errors)
+    with ThreadPoolExecutor(2) as pool:
+        works = [pool.submit(work) for work in ((load, set_state) if rank else (set_state, load))]
+    for work in works:
+        work.result()
     for model in models:
         assert all((param.to_local() == 3).all() for param in model.parameters())
     dist.barrier()

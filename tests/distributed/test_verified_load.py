@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on
+from ranks import bytes_read, on
 from torch import nn
 
 import torchlift
@@ -22,20 +21,10 @@ def build() -> nn.Module:
     return nn.ParameterList([torch.empty(NBYTES // 4) for _ in range(TENSORS)])
 
 
-def bytes_read() -> int:
-    """What this process has asked the kernel to read, in bytes."""
-    (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("rchar:"))
-    return int(line.split()[1])
-
-
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/io"), reason="bytes read are from /proc"
-)
 #: Replicas whose weights stay in the file.
 TOGETHER: dict[str, Any] = {"source": "mmap", "collective": True}
 
 
-@needs_proc
 @pytest.mark.slow
 @on(2)
 def test_each_rank_verifies_its_part_and_all_end_the_same_way(folder: Path) -> None:
@@ -61,7 +50,6 @@ def test_each_rank_verifies_its_part_and_all_end_the_same_way(folder: Path) -> N
         assert all(param.is_meta for param in model.parameters())
 
 
-@needs_proc
 @pytest.mark.parametrize("words", [{}, {"dtype": torch.bfloat16}, {"include": ["0", "5"]}], ids=str)
 def test_all_of_a_file_is_verified_before_any_of_it_is_loaded(
     tmp_path: Path, words: dict[str, Any]

@@ -6,45 +6,21 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from ranks import cpu_mesh, on
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from ranks import on
+from state_models import ON_0
+from wrapped_models import WRAPPERS, fsdp1, net
 
 import torchlift
-from torchlift.distributed import StateDictOptions, get_optimizer_state_dict
+from torchlift.distributed import get_optimizer_state_dict
 from torchlift.errors import CheckpointError, PlacementError
-
-
-def bare() -> nn.Module:
-    """A model with the same values on all ranks."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-
-
-def sharded() -> nn.Module:
-    """The model as FSDP2 has it."""
-    model = bare()
-    fully_shard(model, mesh=cpu_mesh())
-    return model
-
-
-def flat(original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model as FSDP1 has it, and its optimizer after a step."""
-    cpu = torch.device("cpu")
-    model = FullyShardedDataParallel(bare(), device_id=cpu, use_orig_params=original)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
 
 
 @on(2)
 def test_an_optimizer_of_flat_pieces_is_refused_on_all_ranks(folder: Path) -> None:
     """Before anything is written, with its model and without; what gathers it is saved."""
     for original in (True, False):
-        model, optimizer = flat(original)
+        model, optimizer = fsdp1(original=original)
         for number, state in enumerate(({"model": model, "optimizer": optimizer}, [optimizer])):
             path = folder / f"flat-{original}-{number}.pt"
             for options in ({}, {"process_group": dist.group.WORLD}):
@@ -53,19 +29,18 @@ def test_an_optimizer_of_flat_pieces_is_refused_on_all_ranks(folder: Path) -> No
                 assert caught.value.entry == "Adam"
                 dist.barrier()
                 assert not path.exists()
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        gathered = get_optimizer_state_dict(model, optimizer, options=whole)
+        gathered = get_optimizer_state_dict(model, optimizer, options=ON_0)
         if dist.get_rank() == 0:
             torchlift.save(gathered, folder / f"whole-{original}.pt")
             with torchlift.open(folder / f"whole-{original}.pt") as ckpt:
-                assert ckpt.entries["state.0.weight.exp_avg"].shape == (4, 4)
+                assert ckpt.entries["state.0.weight.exp_avg"].shape == (6, 4)
         dist.barrier()
 
 
 @on(2)
 def test_a_keeper_refuses_flat_pieces_on_all_ranks(folder: Path) -> None:
     """With one error that names the object, to save and to resume."""
-    model, optimizer = flat(True)
+    model, optimizer = fsdp1(original=True)
     with torchlift.Keeper(folder, background=False) as keeper:
         for call in (
             lambda: keeper.save(1, model=model, optimizer=optimizer),
@@ -74,6 +49,6 @@ def test_a_keeper_refuses_flat_pieces_on_all_ranks(folder: Path) -> None:
             with pytest.raises(CheckpointError, match=r"FullyShardedDataParallel.*fully_shard"):
                 call()
         assert set(os.listdir(folder)) <= {".keeper.lock"}
-        good = sharded()
+        good = WRAPPERS["fsdp root"](net())
         assert keeper.save(1, model=good)
         assert keeper.resume(model=good) == 1

@@ -93,6 +93,17 @@ TROUBLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
+#: What cannot be copied into a tensor -> what becomes of a good value.
+BAD_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "meta": lambda value: value.to("meta"),
+    "sparse": lambda value: value.to_sparse(),
+    "quantised": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+    "nested": lambda value: torch.nested.nested_tensor([value]),
+    "shape": lambda value: torch.zeros(value.shape[0] + 1, *value.shape[1:]),
+    "text": lambda value: "a text",
+}
+
+
 def state_for(model: nn.Module, seed: int = 5) -> dict[str, Any]:
     """A state dict of another training, with what the model's code does not like."""
     torch.manual_seed(seed)

@@ -12,14 +12,27 @@ import pytest
 import zoo
 from zoo import same, step, trained, two_layers
 
-from torchlift.distributed import StateDictOptions
+from torchlift.distributed import StateDictOptions, set_state_dict
 from torchlift.errors import StateDictMismatch
 
-__all__ = ["FLAT", "PARTIAL", "Tied", "refused", "same", "step", "trained", "two_layers"]
+__all__ = [
+    "FLAT", "FROM_0", "ON_0", "PARTIAL", "WHOLE", "Tied", "refused", "same", "set_both", "step",
+    "trained", "two_layers",
+]  # fmt: skip
 
 PARTIAL = StateDictOptions(strict=False)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+ON_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 Tied = partial(zoo.Tied, 4)
+
+
+def set_both(model: Any, optimizers: Any, states: Any, **options: Any) -> Any:
+    """Set a pair of states, as `get_state_dict` returns it."""
+    return set_state_dict(
+        model, optimizers, model_state_dict=states[0], optim_state_dict=states[1], **options
+    )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zoo
 from ranks import cpu_mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -56,12 +57,13 @@ def net(seed: int = 0) -> Net:
 
 
 def fsdp1(
-    seed: int = 0, first: type[nn.Linear] = nn.Linear
+    seed: int = 0, first: type[nn.Linear] = nn.Linear, *, original: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A ``FullyShardedDataParallel`` and its optimizer after a step."""
     torch.manual_seed(seed)
     layers = nn.Sequential(first(4, 6), nn.Linear(6, 2))
-    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(layers, device_id=cpu, use_orig_params=original)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -98,7 +100,8 @@ def fsdp(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _square() -> DeviceMesh:
-    return cpu_mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    rows = min(2, dist.get_world_size())
+    return cpu_mesh(rows, dist.get_world_size() // rows, names=("dp", "tp"))
 
 
 def _fsdp_tp(model: nn.Module) -> nn.Module:
@@ -172,27 +175,8 @@ def built(
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
-    """Assert that two trees are equal: types, keys, layouts, dtypes, and every bit of values."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        assert isinstance(a, DTensor) == isinstance(b, DTensor), f"{where}: {type(a)}, {type(b)}"
-        assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), f"{where}: {a}, {b}"
-        if isinstance(a, DTensor):
-            assert a.placements == b.placements, where
-            assert a.device_mesh == b.device_mesh, where
-            a, b = a.to_local(), b.to_local()
-        assert torch.equal(a, b), f"{where}: {a} is not {b}"
-    elif isinstance(a, dict):
-        assert isinstance(b, dict), f"{where}: {type(b)}"
-        assert a.keys() == b.keys(), f"{where}: {a.keys() ^ b.keys()}"
-        for key in a:
-            same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert type(a) is type(b), f"{where}: {type(a)}, {type(b)}"
-        assert len(a) == len(b), where
-        for number, pair in enumerate(zip(a, b, strict=True)):
-            same(*pair, f"{where}.{number}")
-    else:
-        assert a == b, f"{where}: {a!r} is not {b!r}"
+    """Assert that two trees are equal: keys, layouts, dtypes, and every bit of values."""
+    assert zoo.same(a, b), where
 
 
 def containers(tree: Any) -> Any:
@@ -200,13 +184,6 @@ def containers(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: containers(value) for key, value in tree.items()}
     return [containers(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def lists(tree: Any) -> Any:
-    """The same tree with lists for tuples."""
-    if isinstance(tree, dict):
-        return {key: lists(value) for key, value in tree.items()}
-    return [lists(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def cloned(tree: Any) -> Any:
