@@ -2,7 +2,8 @@
 
 One rank meets an error, runs out of memory, is interrupted or dies at its nth call into the file
 system or `torch.distributed`, in a save with its retention, a resume or a close. CI takes a sample
-of the n; ``TORCHLIFT_FAULT_EVERY=1`` takes every one, which is some thousand trials.
+of the n; ``TORCHLIFT_FAULT_EVERY=1`` takes every one, which is some thousand trials. Or the whole
+job is killed, at ``TORCHLIFT_KILLS`` random moments.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-FAULTY = Path(__file__).with_name("faulty_keepers.py")
+FAULTY, KILLED = (Path(__file__).with_name(f"{name}_keepers.py") for name in ("faulty", "killed"))
 SUPPORT = Path(__file__).parent.with_name("support")
 EVERY = int(os.environ.get("TORCHLIFT_FAULT_EVERY", "101"))
+KILLS = int(os.environ.get("TORCHLIFT_KILLS", "0"))
+
+
+def run(script: Path, *arguments: object) -> list[str]:
+    """The lines that a script prints."""
+    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
 
 
 @cache
 def trials() -> list[tuple[str, str, str]]:
     """What came of all trials: way, what is wrong, and the call that failed."""
-    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     with TemporaryDirectory() as folder:
-        lines = subprocess.run(
-            [sys.executable, FAULTY, folder, str(EVERY)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-    return [tuple(json.loads(line)) for line in lines]
+        return [tuple(json.loads(line)) for line in run(FAULTY, folder, EVERY)]
 
 
 @pytest.mark.distributed
@@ -48,3 +54,13 @@ def test_a_fault_of_one_rank_ends_a_keeper_on_all(way: str) -> None:
     print(f"{len(found)} trials, {sum(bool(at) for *_, at in found)} raised, the others died")
     assert not "".join(wrong for *_, wrong, _ in found), "\n".join(w for *_, w, _ in found if w)
     assert len(found) > 1, "only the one without a fault"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 3), (2, 3), (4, 1)])
+def test_a_job_that_is_killed_goes_on_where_it_was(ranks: int, kills: int, tmp_path: Path) -> None:
+    """The latest complete checkpoint has all its values, and the next save leaves nothing else."""
+    done = run(KILLED, tmp_path, KILLS or kills, ranks)
+    ((wrong, partial),) = map(json.loads, done)
+    assert not wrong, wrong
+    print(f"{KILLS or kills} jobs killed, {partial} of them with files that were begun; 0 lost")

@@ -125,6 +125,17 @@ def test_a_damaged_state_is_one_clear_error_and_changes_nothing(
         assert torchlift.diff(now, {"states": before}).equal
 
 
+@pytest.mark.parametrize("array", [5, ["<f4", [2]]])
+def test_a_dict_with_the_key_of_arrays_is_resumed_as_it_was(tmp_path: Path, array: Any) -> None:
+    """The key is that of a state which the Keeper makes of an array."""
+    state = {"rows": [{"numpy.ndarray": array, "bytes": [1]}]}
+    again = Stateful(None)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, place=Stateful(state))
+        assert keeper.resume(place=again) == 1
+    assert torchlift.diff({"state": again.state}, {"state": state}).equal
+
+
 def test_a_long_list_of_numbers_is_not_walked_over(tmp_path: Path) -> None:
     """Python would block training for seconds if it had a million, and torch.save takes 0.3 s."""
     inside = [[*range(100_000)], {"a": ("b", [0.5] * 100_000)}]
