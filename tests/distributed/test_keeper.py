@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -402,6 +403,15 @@ def test_a_keeper_that_is_not_asked_installs_no_handler(tmp_path: Path) -> None:
     del keeper
     gc.collect()
     assert now() == before
+
+
+def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
+    """Python installs handlers in the main thread only. After that anyone may ask."""
+    with torchlift.Keeper(tmp_path) as keeper, ThreadPoolExecutor(1) as thread:
+        with pytest.raises(CheckpointError, match="a first call in the main thread"):
+            thread.submit(keeper.should_stop).result()
+        assert not keeper.should_stop()
+        assert not thread.submit(keeper.should_stop).result()
 
 
 def test_a_signal_stops_and_reaches_who_was_there_before(tmp_path: Path) -> None:

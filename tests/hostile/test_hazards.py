@@ -700,6 +700,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "a lone surrogate in JSON": (
         safetensors(b'{"\\ud83d":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"),
         "surrogates not allowed"),
+    "metadata that is a list": (safetensors(b'{"__metadata__":[1]}', b""),
+        "the metadata does not map text to text", "__metadata__"),
     "an odd name": (zipped({LONG: tensor(numel=5)}),
         "the size of a storage differs from what the tensor", "archive/data/0"),
     "an odd name in GGUF": (gguf_tensor((2,), 99, name=LONG),
