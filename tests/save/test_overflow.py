@@ -51,6 +51,19 @@ def test_a_conversion_counts_values_that_overflow(tmp_path: Path, door: str) -> 
     assert not torchlift.convert(src, tmp_path / "same.pt").overflowed
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_block_of_a_device_does_not_change_what_is_counted(tmp_path: Path, device: str) -> None:
+    """People construct a model in such a block, and load in it."""
+    src = tmp_path / "m.pt"
+    torch.save({"weight": torch.full((3, 4), 1e5), "bias": torch.ones(3)}, src)
+    with torch.device(device):
+        model = nn.Linear(4, 3)
+        report = torchlift.load(model, src, dtype="float16", device="cpu")
+    assert report.overflowed == {"weight": 12}
+    assert model.weight.isinf().all()
+    assert model.bias.dtype == torch.float16
+
+
 @pytest.mark.parametrize(
     ("stored", "becomes", "value"),
     [

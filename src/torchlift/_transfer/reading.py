@@ -528,9 +528,13 @@ def _deliver(
         else:
             if target.is_contiguous():
                 pages.back(target.data_ptr(), target.nbytes)
-            total = None if request.cleared is None else torch.zeros(())
+            if request.cleared is None:
+                _copy_on_host(source, target)
+                continue
+            # The caller may have another default dtype, or be in a block of another device.
+            total = torch.zeros((), dtype=torch.float32, device="cpu")
             _copy_on_host(source, target, total)
-            if request.cleared is not None and total is not None and bool(total.isfinite()):
+            if total.isfinite():
                 request.cleared.append(target.numel())
 
 
@@ -555,14 +559,12 @@ def _copy_on_host(
     for at in range(0, len(source), some):
         part, into = source[at : at + some], target[at : at + some]
         if is_aligned:
-            into.copy_(part)
-            if total is not None:
-                total += into.sum()
+            made = into.copy_(part)
         else:  # memory of the caller: torch crashes if complex128 is not a multiple of 16
-            cast = part.to(into.dtype)
-            ctypes.memmove(into.data_ptr(), cast.data_ptr(), cast.nbytes)
-            if total is not None:
-                total += cast.sum()
+            made = part.to(into.dtype)
+            ctypes.memmove(into.data_ptr(), made.data_ptr(), made.nbytes)
+        if total is not None:
+            total += made.sum()
 
 
 #: Receives the bytes between two ranges. Several threads write here at once.
