@@ -150,10 +150,8 @@ class CheckpointDiff(Summary):
             ("second", "--root-b", self.added, self.removed),
         ):
             if not self.compared and (root := _container_of(longer, shorter)):
-                yield (
-                    f"In the {which} one, the other names are below {root!r}. Compare that "
-                    f"container: open it with root={root!r}, or pass {option} {root}."
-                )
+                yield f"In the {which} one, the other names are below {root!r}."
+                yield f"To compare only these, open it with root={root!r}, or pass {option} {root}."
 
 
 def _container_of(longer: Sequence[str], shorter: Sequence[str]) -> str:
