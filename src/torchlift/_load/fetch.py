@@ -193,7 +193,7 @@ def _by_route(
         if step.route == "view":
             tensors.append(one.values())
         elif isinstance(one, FileTensor):
-            reads.append(Copy(one, _new(step, one.entry), everything(one.shape), cleared=[]))
+            reads.append(Copy(one, _new(step, one.entry), everything(one.shape)))
             tensors.append(reads[-1].target)
             cast.append((step, reads[-1]))
         else:

@@ -67,7 +67,7 @@ def put_new(fetched: Fetched, commit: Commit) -> InPlace:
     copies = list[Copy]()
     for step, value in copied:
         local = local_tensor(step.group.tensor)
-        copies.append(Copy(value, local, step.spans or everything(local.shape), cleared=[]))
+        copies.append(Copy(value, local, step.spans or everything(local.shape)))
     needed = copy_overlapping_sources(copies)
     for (step, _), copy in zip(copied, needed, strict=True):
         # These may fail on one rank alone, so they come before the ranks agree, with a backup.

@@ -248,13 +248,11 @@ class Copy(NamedTuple):
         source: The complete tensor.
         target: A plain tensor in this process. It keeps its dtype.
         spans: The slice of the complete tensor that `target` is.
-        cleared: Receives numbers of values that the cast of a read left finite, or None.
     """
 
     source: Values
     target: torch.Tensor
     spans: Spans
-    cleared: list[int] | None = None
 
 
 def whole_copy(source: Values, target: torch.Tensor) -> Copy:
@@ -300,8 +298,8 @@ def copy_values(copies: Sequence[Copy], advance: Callable[[int], object] | None 
 
 def count_cast(item: Copy) -> int:
     """Return how many finite values a copy made infinite or NaN."""
-    source, target, spans, cleared = item
-    if not is_narrower(source.dtype, target.dtype) or sum(cleared or ()) == target.numel():
+    source, target, spans = item
+    if not is_narrower(source.dtype, target.dtype):
         return 0
     parts = list(blocks(target.shape, _CHECKED))
     if not any(may_overflow(target[_slices_of(block)]) for block in parts):
@@ -389,18 +387,15 @@ def requests_of(
     entry, target = source.entry, item.target
     if target.shape != entry.shape:
         entry = narrowed(entry, item.spans)
-    stride, cleared = target.stride(), item.cleared
-    if target.itemsize == 1 or not is_narrower(source.dtype, target.dtype):
-        cleared = None  # torch sums no 8-bit floats
+    stride = target.stride()
     if is_dense(entry) and stride == entry.stride:  # as nearly all tensors
         flat = target.as_strided((entry.numel,), (1,))
         for chunk in entry.chunks:
-            place = (chunk.file, chunk.offset, chunk.nbytes)
-            yield Request(*place, flat, source.dtype, cleared=cleared)
+            yield Request(chunk.file, chunk.offset, chunk.nbytes, flat, source.dtype)
         return
     is_apart = target.is_contiguous() or not repeats(target.shape, stride)
     if is_apart and is_readable(entry, stride):
-        yield from requests_for(entry, target, source.dtype, cleared)
+        yield from requests_for(entry, target, source.dtype)
         return
     source.views.fill(target, entry)
     source.views.files.check({chunk.file for chunk in entry.chunks})

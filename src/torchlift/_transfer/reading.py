@@ -528,30 +528,15 @@ def _deliver(
         else:
             if target.is_contiguous():
                 pages.back(target.data_ptr(), target.nbytes)
-            if request.cleared is None:
-                _copy_on_host(source, target)
-                continue
-            # The caller may have another default dtype, or be in a block of another device.
-            total = torch.zeros((), dtype=torch.float32, device="cpu")
-            _copy_on_host(source, target, total)
-            if total.isfinite():
-                request.cleared.append(target.numel())
+            _copy_on_host(source, target)
 
 
-def _copy_on_host(
-    source: torch.Tensor, target: torch.Tensor, total: torch.Tensor | None = None
-) -> None:
-    """Copy and cast on this thread only, in parts that torch does not split over its threads.
-
-    Args:
-        source: The values.
-        target: Receives them.
-        total: The sum of the results is added to it, while they are in the processor's cache.
-    """
+def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy and cast on this thread only, in parts that torch does not split over its threads."""
     is_aligned = target.data_ptr() % target.itemsize == 0
     if source.dim() > 1 and (source.shape[1] > _SERIAL or not is_aligned):
         for row, into in zip(source, target, strict=True):
-            _copy_on_host(row, into, total)
+            _copy_on_host(row, into)
         return
     some = _SERIAL if source.dim() == 1 else max(1, _SERIAL // source.shape[1])
     if is_aligned and torch.get_num_threads() == 1:
@@ -559,12 +544,10 @@ def _copy_on_host(
     for at in range(0, len(source), some):
         part, into = source[at : at + some], target[at : at + some]
         if is_aligned:
-            made = into.copy_(part)
+            into.copy_(part)
         else:  # memory of the caller: torch crashes if complex128 is not a multiple of 16
-            made = part.to(into.dtype)
-            ctypes.memmove(into.data_ptr(), made.data_ptr(), made.nbytes)
-        if total is not None:
-            total += made.sum()
+            cast = part.to(into.dtype)
+            ctypes.memmove(into.data_ptr(), cast.data_ptr(), cast.nbytes)
 
 
 #: Receives the bytes between two ranges. Several threads write here at once.
@@ -596,8 +579,6 @@ class Request:
         rows: The number of rows.
         step: Bytes in the file from the start of one row to the start of the next.
         memory: A contiguous tensor in place of a file. Its destination must be on a device.
-        cleared: Receives numbers of values whose cast is known to be finite. Such a cast on the
-            host is summed: one value that is not finite makes the sum so.
     """
 
     file: str
@@ -608,7 +589,6 @@ class Request:
     rows: int = 1
     step: int = 0
     memory: torch.Tensor | None = None
-    cleared: list[int] | None = None
 
     @property
     def end(self) -> int:
@@ -822,19 +802,13 @@ def is_readable(entry: TensorEntry, stride: Sequence[int] | None = None) -> bool
     )
 
 
-def requests_for(
-    entry: TensorEntry,
-    target: torch.Tensor,
-    dtype: torch.dtype,
-    cleared: list[int] | None = None,
-) -> Iterator[Request]:
+def requests_for(entry: TensorEntry, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Request]:
     """Yield one request for each run of bytes, or for all rows of a matrix.
 
     Args:
         entry: The tensor to read.
         target: Receives the values. It has the entry's shape, any strides and any device.
         dtype: The dtype of the bytes in the file.
-        cleared: As in `Request`.
 
     Example:
         >>> from torchlift.formats.index import Chunk
@@ -851,4 +825,4 @@ def requests_for(
         else:
             place = target.as_strided((many, numel), (apart, 1), start + at)
         nbytes = numel * many * entry.itemsize
-        yield Request(file, offset, nbytes, place, dtype, many, step, cleared=cleared)
+        yield Request(file, offset, nbytes, place, dtype, many, step)
