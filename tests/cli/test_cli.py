@@ -240,6 +240,7 @@ def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
     assert torchlift("diff", small, other, "--root-a", "a", "--root-b", "b").returncode == 1
     flat = vectors(tmp_path / "flat.safetensors", "weight")
     assert "pass --root-a b or --root-b b" in torchlift("diff", small, flat, "--root", "b").stderr
+    assert "Did you mean 'a'?" in torchlift("diff", small, flat, "--root", "aa").stderr
     assert torchlift("diff", small, flat, "--root-a", "b").returncode == 0
     done = torchlift("diff", small, tmp_path / "nothing")
     assert done.returncode == 2

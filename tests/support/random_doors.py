@@ -499,7 +499,7 @@ def differences(
         for fact, value in facts.items():
             found = have.get(fact)
             if other is not None and (
-                fact in ("stride", "gradient") or same(found, either.get(fact))
+                fact in ("stride", "gradient") or same(found, either.get(fact), kinds=True)
             ):
                 continue
             if fact == "dtype" and (door.is_blank or is_assigned):

@@ -145,11 +145,13 @@ class CheckpointDiff(Summary):
                 yield from (f"  {_short(key)}{rest}" for key, rest in lines[:rows])
                 if len(lines) > rows:
                     yield f"  and {len(lines) - rows:,} more"
+        if self.compared:
+            return
         for which, option, longer, shorter in (
             ("first", "--root-a", self.removed, self.added),
             ("second", "--root-b", self.added, self.removed),
         ):
-            if not self.compared and (root := _container_of(longer, shorter)):
+            if root := _container_of(longer, shorter):
                 yield f"In the {which} one, the other names are below {root!r}."
                 yield f"To compare only these, open it with root={root!r}, or pass {option} {root}."
 

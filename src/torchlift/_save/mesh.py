@@ -278,20 +278,16 @@ class SavingRanks:
     """The ranks that save a checkpoint together, or one process alone.
 
     Attributes:
-        group: how they exchange messages.
+        group: How they exchange messages. It is empty for one process alone.
         rank: number of this one.
         ranks: all numbers.
         leader: the first rank. It creates the files and makes them appear.
     """
 
-    def __init__(
-        self, process_group: Any = None, *, alone: bool = False, group: RankGroup | None = None
-    ) -> None:
-        self.group = (
-            RankGroup([]) if alone else group or RankGroup.of_all(process_group=process_group)
-        )
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
         self.rank = rank()
-        self.ranks = [self.rank] if alone else ranks_of(process_group)
+        self.ranks = ranks_of(group.groups[0]) if group.groups else [self.rank]
         self.leader = self.ranks[0]
 
     @property

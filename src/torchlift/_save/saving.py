@@ -20,7 +20,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, gathered
 from torchlift._model.dtensor import is_dtensor, local_tensor
 from torchlift._model.names import is_flattened
-from torchlift._model.ranks import StepResult, tensors_of
+from torchlift._model.ranks import RankGroup, StepResult, tensors_of
 from torchlift._model.state import call_state_dict, versioned
 from torchlift._save.blocks import Block
 from torchlift._save.files import Files, Objects, with_sums, write_errors, write_sections
@@ -283,7 +283,8 @@ def save(
 
     # Ctrl-C arrives where the ranks exchange messages. Else the others would wait.
     with uninterrupted():
-        options, ranks = SaveOptions(checksum, progress), SavingRanks(process_group)
+        options = SaveOptions(checksum, progress)
+        ranks = SavingRanks(RankGroup.of_all(process_group=process_group))
         return save_together(ranks, prepare, options, replicated)
 
 
@@ -310,7 +311,7 @@ def write_state(target: Target, state: State, options: SaveOptions) -> SaveRepor
         # Ctrl-C arrives between two blocks, never where files are created or removed.
         with uninterrupted():
             files = write_together(
-                SavingRanks(alone=True), output.head, output.kind, lambda: output, appear,
+                SavingRanks(RankGroup([])), output.head, output.kind, lambda: output, appear,
                 progress=options.progress,
             ).result  # fmt: skip
     report = _report(target, state, output, files, options.lost)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import torchlift
 from torchlift.cli.output import report
+from torchlift.errors import Hint
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,5 +43,6 @@ def _open(path: str, own: str | None, both: str | None) -> torchlift.Checkpoint:
         return torchlift.open(path, root=own or both)
     except torchlift.FormatError as error:
         if both and not own and error.entry == both:
-            error.hint = f"If only one of the two has it, pass --root-a {both} or --root-b {both}."
+            way = f"If only one of the two has it, pass --root-a {both} or --root-b {both}."
+            error.hint = Hint(error.hint or "", " ", way)
         raise

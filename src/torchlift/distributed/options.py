@@ -262,9 +262,9 @@ def mismatch_error(
     hint = empty_hint(shapes) if shapes else "Pass strict=False to load what fits."
     if missing and unexpected and not shapes:
         # strict=False would skip keys that were renamed, so it is not the way out here.
-        rule = suggest_rename(missing, unexpected)
         hint = "Rename the keys that have another name in the model."
-        hint = Hint("Call torchlift.load(model, state_dict) instead. ", rule) if rule else hint
+        if rule := suggest_rename(missing, unexpected):
+            hint = Hint("Call torchlift.load(model, state_dict) instead. ", rule)
     return StateDictMismatch(
         f"the state dict does not fit the model: {'; '.join(texts)}",
         hint=hint,

@@ -277,7 +277,7 @@ class Snapshot:
         # What may fail is inside of a step. Outside, the other ranks would wait.
         def summarise() -> StepResult[_Summed, _Summary]:
             # This group has looked up how to exchange, which may fail.
-            saving = SavingRanks(ranks.groups[0], group=ranks)
+            saving = SavingRanks(ranks)
             saved, sums = fill_in(state.template, state.objects), self._sum_up()
             objects = {name: _digest(pickled(each)) for name, each in saved.items()}
             message = _Summary(_digest(repr(sums).encode()), objects)
